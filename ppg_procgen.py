@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.10,<3.13"
 # dependencies = [
-#   "torch>=2.6,<2.14", "numpy", "tyro>=0.9", "tqdm>=4.64", "tensorboard>=2.14", "pillow>=10", "imageio-ffmpeg",
+#   "torch>=2.6,<2.14", "numpy", "tyro>=0.9", "tqdm>=4.64", "tensorboard>=2.14", "pillow>=10.1", "imageio-ffmpeg",
 #   "procgen==0.10.7; python_version < '3.11'", "procgen-mirror==0.10.7; python_version >= '3.11'", "setuptools<81",
 # ]
 # ///
@@ -25,6 +25,7 @@ import ctypes
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import io
 import json
 import math
@@ -103,15 +104,15 @@ class Args:
     num_envs: int = 64  # N: parallel environments
     env_threads: int = 0 if (os.cpu_count() or 1) <= 2 else 4  # procgen's threads; 0: step in the main thread
 
-    # ---- policy phase
+    # ---- optimisation
     num_steps: int = 256  # T: steps of each environment in a rollout
-    learning_rate: float = 5e-4  # Adam's step size in the policy phase
-    anneal_lr: bool = False  # anneal the learning rates linearly to zero over the whole run
+    learning_rate: float = 5e-4  # Adam's step size
+    anneal_lr: bool = False  # anneal the step size linearly to zero over the whole run
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     reward_gamma: float | None = None  # discount of the reward normalisation (default: gamma; reference code: 0.99)
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
-    num_grad_accum: int = 0  # parts in which a minibatch is run: same step, less memory; 0: 1, on a CPU of 512 samples
+    num_grad_accum: int = 0  # parts, at most, to run a minibatch in: same step, less memory; 0: 1, on a CPU of 512
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     # E_V: value epochs; where it is not E_pi they come before the policy's, with an optimizer of their own
     e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1
@@ -119,8 +120,8 @@ class Args:
     kl_coef: float = 0.0  # beta_pi: weight of KL[pi_old, pi]; the paper's KL variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # c: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the mean squared error of the value function
-    clip_vloss: bool = False  # clip the value loss with clip_coef, as CleanRL does
-    max_grad_norm: float = 0.0  # clip the gradient to this norm (CleanRL: 0.5); 0: not clipped
+    clip_vloss: bool = False  # clip the value loss with clip_coef
+    max_grad_norm: float = 0.0  # clip the gradient to this norm; 0: not clipped
     # dual: a network each for policy and value; detach: one, its value head reads detached features; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
 
@@ -135,9 +136,8 @@ class Args:
     num_aux_grad_accum: Annotated[int, tyro.conf.arg(aliases=["--n-aux-grad-accum"])] = 0
     aux_interval: int = 1  # do every k-th auxiliary phase only (2 saves compute and does as well on easy levels)
     single_optimizer: bool = False  # one Adam for both phases, as CleanRL does
-    aux_device: Literal["auto", "cuda", "cpu"] = (
-        "auto"  # where a phase's observations are; auto: on the GPU if they fit
-    )
+    # where the observations of a phase are kept; auto: on the GPU if they fit
+    aux_device: Literal["auto", "cuda", "cpu"] = "auto"
     aux_dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the networks in the auxiliary phase
 
     # ---- derived
@@ -164,6 +164,9 @@ class Args:
             require(getattr(self, name) <= 1, f"{name} must be at most 1, not {getattr(self, name)}")
         require(self.seed <= NUM_LEVELS, f"seed must be at most {NUM_LEVELS}")
         require(self.start_level + self.num_levels < NUM_LEVELS, f"levels must stay below {NUM_LEVELS}")
+        require(self.start_level == 0 or self.num_levels > 0, "start_level needs num_levels: 0 levels are all of them")
+        require(self.eval_episodes > 1, "eval_episodes must be 2 at least, for a standard error")
+        require(self.clip_coef > 0 or not self.clip_vloss, "clip_vloss needs a clip_coef")
         games = GAMES_WITH_MODE.get(self.distribution_mode, [self.env_id])
         require(self.env_id in games, f"{self.env_id} has no {self.distribution_mode} mode; {', '.join(games)} have")
         if self.distribution_mode == "exploration":
@@ -503,16 +506,12 @@ class UsageError(Exception):
     """What was asked for cannot be done: one line, exit code 2."""
 
 
-class NonFiniteError(Exception):
-    """A reward, loss, gradient or weight is nan or infinite: one line, exit code 1."""
-
-
-class StopRequested(Exception):
-    """A signal asked the run to end: one line, exit code 128 + its number."""
+class Stopped(Exception):
+    """The run ended early, for a reason and with an exit code."""
 
 
 class StopSignals:
-    """Turns SIGINT, SIGTERM and SLURM's SIGUSR1 into StopRequested at the next check(); a second one acts at once."""
+    """SIGINT, SIGTERM and SLURM's SIGUSR1 raise Stopped at the next check(); a second one acts at once."""
 
     def __enter__(self) -> "StopSignals":
         self.received = None
@@ -529,7 +528,7 @@ class StopSignals:
 
     def check(self, *_) -> None:
         if self.received:
-            raise StopRequested(self.received)
+            raise Stopped(f"by {signal.Signals(self.received).name}", 128 + self.received)
 
 
 class Records:
@@ -537,11 +536,13 @@ class Records:
 
     def __init__(self, args: Args, run_dir: Path, state: dict | None) -> None:
         self.step, self.total = state["step"] if state else 0, args.num_iterations * args.batch_size
-        self.csv = open(run_dir / "metrics.csv", "r+" if state else "x", newline="")
         try:
+            self.csv = open(run_dir / "metrics.csv", "r+" if state else "x", newline="")
             fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it, however the process ends
         except BlockingIOError:
             raise UsageError(f"another process is writing to {run_dir}") from None
+        except OSError as error:
+            raise UsageError(str(error)) from None
         if state is None:
             self.csv.write(",".join(COLUMNS) + "\n")
         elif os.fstat(self.csv.fileno()).st_size < state["csv_bytes"]:
@@ -550,12 +551,12 @@ class Records:
             self.csv.seek(state["csv_bytes"])
             self.csv.truncate()
         self.tensorboard = SummaryWriter(run_dir, purge_step=self.step + 1 if state else None)
-        self.wandb = None
+        self.wandb, self.wandb_id = None, state["wandb_id"] if state else uuid.uuid4().hex
         if args.track:
             import wandb
 
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity, "dir": run_dir}
-            options |= {"id": run_dir.name, "name": run_dir.name, "resume": "allow", "config": asdict(args)}
+            options |= {"id": self.wandb_id, "name": run_dir.name, "resume": "allow", "config": asdict(args)}
             wandb.init(save_code=True, **options)
             self.wandb = wandb
         # smoothing 0: an ETA by the mean rate, so that auxiliary phases are in it
@@ -589,46 +590,57 @@ class Records:
     def state_dict(self) -> dict:
         """Where a resumed run cuts the records; all before it is on the disk when this returns."""
         self.tensorboard.flush()
+        self.csv.flush()
         os.fsync(self.csv.fileno())
-        return {"csv_bytes": self.csv.tell(), "step": self.step}
+        return {"csv_bytes": self.csv.tell(), "step": self.step, "wandb_id": self.wandb_id}
 
-    def close(self) -> None:
+    def __enter__(self) -> "Records":
+        return self
+
+    def __exit__(self, error: type | None, *_) -> None:
         self.bar.close()
-        self.csv.close()
-        self.tensorboard.close()
         if self.wandb:
-            self.wandb.finish()
+            self.wandb.finish(exit_code=int(error is not None))
+        self.tensorboard.close()
+        self.csv.close()
 
 
 class RandomState:
     """The states of all random generators, for a checkpoint."""
 
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device if device.type == "cuda" else None
+
     def state_dict(self) -> dict:
         name, keys, *rest = np.random.get_state()
-        state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest)}
-        return state | {"torch": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        state = {"python": random.getstate(), "numpy": (name, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+        return state | ({"cuda": torch.cuda.get_rng_state(self.cuda)} if self.cuda else {})
 
     def load_state_dict(self, state: dict) -> None:
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and state["cuda"]:
-            torch.cuda.set_rng_state_all(state["cuda"])
+        if self.cuda and "cuda" in state:
+            torch.cuda.set_rng_state(state["cuda"], self.cuda)
 
 
-def write_atomically(path: Path, state: dict, digest: bool = False) -> None:
-    """torch.save, the SHA-256 digest before it if asked; a crash or a full disk leaves the old file or the new one."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    data, temporary = buffer.getvalue(), path.with_name(path.name + ".tmp")
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file such that a crash or a full disk leaves the whole old one or the whole new one."""
+    temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "wb") as file:
-            file.write(hashlib.sha256(data).digest() * digest + data)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def serialize(state: dict) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -644,42 +656,37 @@ def load_checkpoint(path: Path) -> dict:
 
 def describe(args: Args) -> dict:
     """What one needs to know of a run: arguments, command, commit, versions, hardware."""
-
-    def git(*command: str) -> str:
-        here = Path(__file__).resolve().parent
-        return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True).stdout.strip()
-
-    commit = git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    commit = ""
+    if shutil.which("git"):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        commit = subprocess.run(git, cwd=Path(__file__).resolve().parent, capture_output=True, text=True).stdout.strip()
     gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
-    hardware = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
     about = {"algorithm": "ppg", "args": asdict(args), "command": shlex.join(["python", *sys.argv]), "commit": commit}
-    return about | {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "versions": versions, "hardware": hardware}
+    about["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
+    about["hardware"] = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
+    return about | {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
-def fetch_stats(updates: list[dict[str, torch.Tensor]], prefix: str) -> dict[str, np.ndarray]:
-    """The statistics of an epoch's updates in one copy to the host: prefix + name to an array, one number an update."""
+def fetch_stats(
+    updates: list[dict], prefix: str, where: str, run_dir: Path, select: Callable, inds: torch.Tensor
+) -> dict:
+    """The statistics of an epoch's updates in one copy to the host: prefix + name to an array, one number an update.
+
+    Stopped for the first update k in which one is not finite, once all that is known of it, its minibatch
+    select(inds[k]) too, is in nonfinite.json.
+    """
     table = torch.stack([torch.stack(list(stats.values())) for stats in updates]).cpu().numpy()
+    if not np.isfinite(table).all():
+        k, column = np.argwhere(~np.isfinite(table))[0]  # of that update the quantity that is computed first
+        message = f"{list(updates[k])[column]} is {table[k, column]} at update {k + 1} of {len(table)} of the {where}"
+        report = {"message": message, "update": dict(zip(updates[k], table[k].tolist(), strict=True)), "minibatch": {}}
+        for name, tensor in select(inds[k]).items():
+            x = tensor.float()
+            report["minibatch"][name] = {"shape": list(x.shape), "not_finite": int((~x.isfinite()).sum())}
+            report["minibatch"][name] |= {f: getattr(x, f)().item() for f in ("min", "max", "mean", "std")}
+        (run_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n")
+        raise Stopped(message, 1)
     return {prefix + name: column for name, column in zip(updates[0], table.T, strict=True)}
-
-
-def check_finite(stats: dict[str, np.ndarray], where: str, run_dir: Path, select: Callable, inds: torch.Tensor) -> None:
-    """Raise NonFiniteError for the first update k with a statistic that is not finite, and write all that is known of
-    it, its minibatch select(inds[k]) included, to nonfinite.json."""
-    bad = {name: np.flatnonzero(~np.isfinite(column)) for name, column in stats.items()}
-    bad = {name: int(found[0]) for name, found in bad.items() if len(found)}
-    if not bad:
-        return
-    name = min(bad, key=bad.get)  # of the first such update the quantity that is computed first
-    k, report = bad[name], {}
-    for key, tensor in select(inds[k]).items():
-        x = tensor.float()
-        report[key] = {f: getattr(x, f)().item() for f in ("min", "max", "mean", "std")}
-        report[key] |= {"shape": list(x.shape), "not_finite": int((~x.isfinite()).sum())}
-    message = f"{name} is {stats[name][k]} at update {k + 1} of {len(stats[name])} of the {where}"
-    report = {"message": message, "update": {key: float(stats[key][k]) for key in stats}, "minibatch": report}
-    (run_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n")
-    raise NonFiniteError(message)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -713,9 +720,10 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
         warnings.simplefilter("ignore")  # the version that gym3 asks for imports setuptools' deprecated pkg_resources
         from imageio_ffmpeg import write_frames
 
-    grid, gif, tiles = Image.new("RGB", (1024, 1024)), [], envs.render()
+    grid, gif, tiles, steps = Image.new("RGB", (1024, 1024)), [], envs.render(), iter(range(sys.maxsize))
     text = partial(ImageDraw.Draw(grid).text, fill="white", stroke_width=2, stroke_fill="black", font_size=32)
-    mp4 = write_frames(str(path), grid.size, fps=15)  # procgen's pace for a human player
+    temporary = path.with_suffix(".tmp.mp4")
+    mp4 = write_frames(str(temporary), grid.size, fps=15)  # procgen's pace for a human player
     mp4.send(None)
 
     def add_frame(playing: np.ndarray, returns: np.ndarray) -> None:
@@ -726,12 +734,18 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
             grid.paste(Image.fromarray(tiles[i]), (x, y))
             text((x + 12, y + 8), f"{returns[i, 0]:g}")
         mp4.send(grid.tobytes())
-        gif.append(grid.resize((256, 256)).quantize(64))
+        if next(steps) % 4 == 0:
+            gif.append(grid.resize((256, 256)).quantize(64))
 
-    evaluate(agent, envs, 1, seed, greedy, add_frame)
-    mp4.close()
+    try:
+        evaluate(agent, envs, 1, seed, greedy, add_frame)
+        mp4.close()
+        os.replace(temporary, path)
+    finally:
+        mp4.close()
+        temporary.unlink(missing_ok=True)
     buffer = io.BytesIO()
-    gif[0].save(buffer, "GIF", save_all=True, append_images=gif[4::4], duration=267, loop=0)
+    gif[0].save(buffer, "GIF", save_all=True, append_images=gif[1:], duration=267, loop=0)
     return buffer.getvalue()
 
 
@@ -744,8 +758,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     # ---- set-up
     run_dir = Path(args.run_dir)
     checkpoint = load_checkpoint(run_dir / "checkpoint.pt") if args.resume else None
-    records = Records(args, run_dir, checkpoint and checkpoint["records"])
-    cleanup.callback(records.close)
+    records = cleanup.enter_context(Records(args, run_dir, checkpoint and checkpoint["records"]))
     stop = cleanup.enter_context(StopSignals())
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -783,8 +796,10 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     num_slots = args.n_iteration if args.e_auxiliary > 0 else 1
     aux_bytes = num_slots * batch_size * math.prod(obs_shape)
     aux_device = torch.device(device.type if args.aux_device == "auto" else args.aux_device)
-    if args.aux_device == "auto" and device.type == "cuda" and aux_bytes + 6e9 > torch.cuda.mem_get_info()[0]:
-        aux_device = torch.device("cpu")  # 6 GB: what the updates need beside it
+    if args.aux_device == "auto" and device.type == "cuda":
+        part = max(args.minibatch_size / num_parts, args.num_aux_rollouts * T / num_aux_parts)
+        if aux_bytes + 2e9 + 4e6 * part > torch.cuda.mem_get_info()[0]:  # 4 MB of activations a sample
+            aux_device = torch.device("cpu")
     pinned = aux_device != device
     aux_obs = torch.empty((num_slots, T, N, *obs_shape), dtype=torch.uint8, device=aux_device, pin_memory=pinned)
     aux_returns = torch.empty((num_slots, T, N), device=device)
@@ -797,8 +812,9 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     next_done = np.ones(N, bool)  # next_obs begins an episode
 
     # ---- start, or continue from a checkpoint, which stands at the end of a phase: the buffer is empty there
-    stateful = {"agent": agent, "optimizer": optimizer, "value_optimizer": value_optimizer, "random": RandomState()}
+    stateful = {"agent": agent, "optimizer": optimizer, "value_optimizer": value_optimizer}
     stateful |= {"aux_optimizer": aux_optimizer, "envs": envs, "episodes": episodes, "rewards": reward_normalizer}
+    stateful |= {"random": RandomState(device)}
     start_iteration, start_time = 0, time.perf_counter()
     if checkpoint:
         for name, thing in stateful.items():
@@ -810,19 +826,18 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     def save(iteration: int) -> None:
         state = {"algorithm": "ppg", "args": asdict(args), "iteration": iteration, "next_done": torch.tensor(next_done)}
         state |= {name: thing.state_dict() for name, thing in (stateful | {"records": records}).items()}
-        state["wall_time"] = time.perf_counter() - start_time
-        write_atomically(run_dir / "checkpoint.pt", state, digest=True)
+        data = serialize(state | {"wall_time": time.perf_counter() - start_time})
+        write_atomically(run_dir / "checkpoint.pt", hashlib.sha256(data).digest() + data)
 
-    if not checkpoint:
-        save(0)
+    save(start_iteration)  # a new run can be resumed from its first moment, an extended one stays extended
     num_phases = num_iterations // (args.n_iteration * args.aux_interval) if args.e_auxiliary > 0 else 0
     levels, done = args.num_levels or "all", start_iteration * batch_size
     print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
     print(f"{num_iterations:,} iterations of {N} x {T} = {num_iterations * batch_size:,} steps, from step {done:,}")
     print(f"{args.arch} on {device}, {num_phases:,} auxiliary phases over {aux_bytes / 1e9:.1f} GB on {aux_device}")
 
-    # ---- evaluation: levels outside of the training range and, where that is not all levels, those inside. These games
-    # last the whole run, since procgen leaks memory when they are destroyed
+    # ---- evaluation: on levels outside of the training range and, where training is restricted to some, on those. The
+    # games last the whole run, since procgen leaks memory when they are destroyed
     eval_envs = {}
     if args.eval_interval > 0 or args.capture_video:
         end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
@@ -852,14 +867,14 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             firsts[t] = next_done
             with torch.no_grad():
                 actions[t], logprobs[t] = sample_action(agent(obs[t], value=False)[0])
-            envs.step_async(actions[t].cpu().numpy())  # the rollout's only sync
+            envs.step_async(actions[t].cpu().numpy())  # waits for the GPU
             next_obs, rewards[t], terminated, truncated, _ = envs.step_wait()
             dones[t] = next_done = terminated | truncated
             records.bar.update(N)
         if rollout_obs is not None:
             aux_obs[slot].copy_(rollout_obs)
         if not np.isfinite(rewards).all():
-            raise NonFiniteError(f"a reward is not finite in the rollout {where}")
+            raise Stopped(f"a reward is not finite in the rollout {where}", 1)
         episode_returns, episode_lengths = episodes.update(rewards, dones)
 
         # -- values of the T * N observations and of the N after them, in large batches; then advantages
@@ -890,13 +905,14 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
                 stop.check()
                 minibatch = select_samples(batch, mb_inds)
                 updates.append(update(opt, loss_fn, minibatch, num_parts, args.max_grad_norm))
-            stats.append(fetch_stats(updates, "losses/"))
-            check_finite(stats[-1], f"policy phase {where}", run_dir, partial(select_samples, batch), b_inds)
+            select = partial(select_samples, batch)
+            stats.append(fetch_stats(updates, "losses/", f"policy phase {where}", run_dir, select, b_inds))
         clock.append(time.perf_counter())
 
         # -- auxiliary phase [PPG-1]
         if args.e_auxiliary > 0 and iteration % (args.n_iteration * args.aux_interval) == 0:
             for i in range(num_slots):  # pi_old: (critical!) the policy as it stands now, not as it was in the rollouts
+                stop.check()
                 chunks = aux_obs[i].flatten(0, 1).chunk(args.num_minibatches * num_parts)
                 with torch.no_grad(), aux_precision:
                     logits = torch.cat([agent(chunk.to(device), value=False)[0] for chunk in chunks])
@@ -911,8 +927,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
                     stop.check()
                     minibatch = select_rollouts(buffer, mb_inds)
                     updates.append(update(aux_optimizer, loss_fn, minibatch, num_aux_parts, args.max_grad_norm))
-                stats.append(fetch_stats(updates, "losses/aux/"))
-                check_finite(stats[-1], f"auxiliary phase {where}", run_dir, partial(select_rollouts, buffer), aux_inds)
+                select = partial(select_rollouts, buffer)
+                stats.append(fetch_stats(updates, "losses/aux/", f"auxiliary phase {where}", run_dir, select, aux_inds))
         clock.append(time.perf_counter())
 
         # -- records
@@ -947,45 +963,48 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         row["charts/SPS"] = (iteration - start_iteration) * batch_size / (clock[-1] - session_start)
         phase_ends = iteration % (args.n_iteration if args.e_auxiliary > 0 else args.checkpoint_interval) == 0
         if phase_ends or is_last:
-            write_atomically(run_dir / "agent.pt", {name: x.cpu() for name, x in agent.state_dict().items()})
+            write_atomically(run_dir / "agent.pt", serialize({k: x.cpu() for k, x in agent.state_dict().items()}))
         records.write(row)
         if phase_ends or (is_last and args.e_auxiliary == 0):
             save(iteration)
 
 
 def main(args: Args) -> None:
-    """Open the run folder, train, and say in one line how a run ended that did not get to its end.
-
-    UsageError if the folder cannot be used; SystemExit with 128 + n after signal n, with 1 after another failure that
-    is understood: a number that is not finite, a full disk.
-    """
-    run_dir = Path(args.run_dir)
-    if args.resume:
-        rows = (run_dir / "metrics.csv").read_text().split("\n")[:-1]  # what follows the last newline is half a row
-        if rows and rows[-1].split(",")[0] == str(args.num_iterations):
-            return print(f"{run_dir} is finished; a larger --total-timesteps extends it")
-    else:
-        try:
+    """Open the run folder, train, and say in one line how a run ended that did not get to its end: UsageError if it
+    cannot begin, else SystemExit with 128 + n after signal n, with 1 where a number is not finite or a disk is full."""
+    run_dir, about = Path(args.run_dir), describe(args)
+    for module, needed in {"wandb": args.track, "imageio_ffmpeg": args.capture_video}.items():
+        if needed and not importlib.util.find_spec(module):
+            raise UsageError(f"{module} is not installed")
+    if args.aux_device == "cuda" and not (args.cuda and torch.cuda.is_available()):
+        raise UsageError("--aux-device cuda: no GPU in use")
+    try:
+        if args.resume:
+            about = json.loads((run_dir / "args.json").read_text()) | {"args": asdict(args)}
+            rows = (run_dir / "metrics.csv").read_text().split("\n")[:-1]  # after the last newline stands half a row
+            if rows and rows[-1].split(",")[0] == str(args.num_iterations):
+                return print(f"{run_dir} is finished; a larger --total-timesteps extends it")
+        else:
             run_dir.mkdir(parents=True, exist_ok=True)
-            with open(run_dir / "args.json", "x") as file:
-                file.write(json.dumps(describe(args), indent=2) + "\n")
+            (run_dir / "args.json").touch(exist_ok=False)
             shutil.copy(__file__, run_dir)
-        except OSError as error:
-            taken = isinstance(error, FileExistsError) and run_dir.is_dir()
-            raise UsageError(f"{run_dir} holds a run: --resume continues it" if taken else str(error)) from None
+        write_atomically(run_dir / "args.json", (json.dumps(about, indent=2) + "\n").encode())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UsageError(f"{run_dir} cannot be used, or holds a run to --resume: {error}") from None
     try:
         with contextlib.ExitStack() as cleanup:
             train(args, cleanup)
         return print(f"finished; weights, metrics and checkpoint are in {run_dir}")
-    except StopRequested as request:
-        reason, code = f"stopped by {signal.Signals(request.args[0]).name}", 128 + request.args[0]
-    except NonFiniteError as error:
-        reason, code = f"stopped: {error}", 1
+    except Stopped as stopped:
+        reason, code = stopped.args
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        reason, code = f"stopped: {error}", 1
-    print(f"{reason}\nThe last checkpoint is whole: --resume {run_dir} continues from it", file=sys.stderr)
+        reason, code = error, 1
+    print(f"stopped: {reason}", file=sys.stderr)
+    if (run_dir / "checkpoint.pt").exists():
+        command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
+        print(f"the last checkpoint is whole, to continue: {command}", file=sys.stderr)
     sys.exit(code)
 
 
