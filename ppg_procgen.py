@@ -60,6 +60,7 @@ with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which pr
     import gym
     from procgen import ProcgenGym3Env
 
+ALGORITHM = "ppg"
 # fmt: off
 Game = Literal["bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
                "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"]
@@ -186,6 +187,9 @@ class Args:
             require(number <= size // self.num_aux_rollouts, f"the buffer has fewer than {number} num_aux_minibatches")
         one_lr = self.learning_rate == self.aux_learning_rate
         require(one_lr or not self.single_optimizer, "single_optimizer: aux_learning_rate must be learning_rate")
+        require(
+            self.aux_device != "cuda" or self.cuda and torch.cuda.is_available(), "aux_device: there is no GPU in use"
+        )
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
 
@@ -458,7 +462,7 @@ def auxiliary_phase_loss(agent, args, precision, obs, old_logprobs, returns):
 def update(optimizer, loss_fn: Callable, minibatch: dict, num_parts: int, max_grad_norm: float) -> dict:
     """One optimizer step on the mean of loss_fn over a minibatch, run in num_parts parts of which only one at a time
     holds activations. Gives scalar tensors by name: they stay on the device, nothing waits for it."""
-    optimizer.zero_grad()  # (critical!) or gradients of the other phase leak into this step
+    optimizer.zero_grad()  # (critical!) or the gradients of another phase leak into this step
     totals: dict[str, torch.Tensor] = {}
     batch_size = len(minibatch["returns"])
     for part in zip(*(tensor.chunk(num_parts) for tensor in minibatch.values()), strict=True):
@@ -661,7 +665,12 @@ def describe(args: Args) -> dict:
         git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         commit = subprocess.run(git, cwd=Path(__file__).resolve().parent, capture_output=True, text=True).stdout.strip()
     gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
-    about = {"algorithm": "ppg", "args": asdict(args), "command": shlex.join(["python", *sys.argv]), "commit": commit}
+    about = {
+        "algorithm": ALGORITHM,
+        "args": asdict(args),
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": commit,
+    }
     about["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     about["hardware"] = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
     return about | {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -723,7 +732,7 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
     grid, gif, tiles, steps = Image.new("RGB", (1024, 1024)), [], envs.render(), iter(range(sys.maxsize))
     text = partial(ImageDraw.Draw(grid).text, fill="white", stroke_width=2, stroke_fill="black", font_size=32)
     temporary = path.with_suffix(".tmp.mp4")
-    mp4 = write_frames(str(temporary), grid.size, fps=15)  # procgen's pace for a human player
+    mp4 = write_frames(str(temporary), grid.size, fps=15, ffmpeg_timeout=0)  # 15: what procgen gives a human player
     mp4.send(None)
 
     def add_frame(playing: np.ndarray, returns: np.ndarray) -> None:
@@ -824,7 +833,12 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     next_obs, _ = envs.reset()
 
     def save(iteration: int) -> None:
-        state = {"algorithm": "ppg", "args": asdict(args), "iteration": iteration, "next_done": torch.tensor(next_done)}
+        state = {
+            "algorithm": ALGORITHM,
+            "args": asdict(args),
+            "iteration": iteration,
+            "next_done": torch.tensor(next_done),
+        }
         state |= {name: thing.state_dict() for name, thing in (stateful | {"records": records}).items()}
         data = serialize(state | {"wall_time": time.perf_counter() - start_time})
         write_atomically(run_dir / "checkpoint.pt", hashlib.sha256(data).digest() + data)
@@ -976,8 +990,6 @@ def main(args: Args) -> None:
     for module, needed in {"wandb": args.track, "imageio_ffmpeg": args.capture_video}.items():
         if needed and not importlib.util.find_spec(module):
             raise UsageError(f"{module} is not installed")
-    if args.aux_device == "cuda" and not (args.cuda and torch.cuda.is_available()):
-        raise UsageError("--aux-device cuda: no GPU in use")
     try:
         if args.resume:
             about = json.loads((run_dir / "args.json").read_text()) | {"args": asdict(args)}
@@ -1017,9 +1029,13 @@ def parse_args() -> Args:
         return tyro.cli(Args, description=__doc__.split("\n")[0])
     checkpoint = load_checkpoint(Path(resume) / "checkpoint.pt")
     names = [field.name for field in fields(Args) if field.init]
-    if checkpoint.get("algorithm") != "ppg" or not set(names) <= set(checkpoint["args"]):
+    if checkpoint.get("algorithm") != ALGORITHM or not set(names) <= set(checkpoint["args"]):
         raise UsageError(f"{resume} is no run of this version of {Path(__file__).name}")
-    saved = Args(**{name: checkpoint["args"][name] for name in names} | {"resume": resume, "run_dir": resume})
+    values = {name: checkpoint["args"][name] for name in names} | {"resume": resume, "run_dir": resume}
+    try:
+        saved = Args(**values)
+    except ValueError as error:  # the machine lacks what the run needs
+        raise UsageError(str(error)) from None
     args = tyro.cli(Args, default=saved)
     for name in names:
         before, now = getattr(saved, name), getattr(args, name)

@@ -128,7 +128,7 @@ def test_ppo_normalizes_advantages_by_minibatch(run, monkeypatch):
     assert len(seen) == 3 * 2  # epochs * minibatches
     for optimizer, advantages, max_grad_norm in seen:
         assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
-        assert advantages.std().item() == pytest.approx(1, abs=1e-4)
+        assert advantages.std(correction=0).item() == pytest.approx(1, abs=1e-4)
         assert optimizer.defaults["eps"] == 1e-5 and max_grad_norm == 0.5
 
 
@@ -360,7 +360,7 @@ def test_shared_definitions_are_the_same_word_for_word():
         return {n.name: ast.get_source_segment(source, n) for n in nodes}
 
     ppg, ppo = definitions(ppg_procgen), definitions(ppo_procgen)
-    differ = {"Args", "Agent", "ppo_loss", "describe", "update", "train", "parse_args"}
+    differ = {"Args", "Agent", "ppo_loss", "train"}
     assert set(ppo) - set(ppg) == {"minibatch_loss"}
     assert set(ppg) - set(ppo) == {
         "normalized_init", "aux_loss", "policy_phase_loss", "auxiliary_phase_loss", "select_rollouts"

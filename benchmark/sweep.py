@@ -1,0 +1,490 @@
+"""Run a sweep, commands × games × seeds, on this machine's GPUs or as a SLURM array, such that nothing fails silently.
+
+    python benchmark/sweep.py --env-ids starpilot bossfight --command "python ppg_procgen.py" --num-seeds 3 --workers 2
+
+The same call again continues: finished runs are skipped, cut runs go on from their checkpoint (--resume). Exit codes:
+    0      every run is finished
+    1      runs failed, after their retries; they are listed, with reason and log
+    2      bad arguments, or another sweep is at work in the folder; nothing was started
+    128+n  signal n (Ctrl-C, SIGTERM, ...) stopped the sweep and its runs
+
+A sweep is a folder that holds no path of its machine: copy it, and continue elsewhere.
+    sweep.json       the commands, the runs, and each call's time, machine, commit and package versions
+    runs/NAME/       what the training script writes; NAME is {env_id}__{exp_name}__{seed}
+    logs/NAME.log    the output of all attempts at that run
+    state/NAME.json  running, retrying, finished, stopped or failed, and why; a file per run, because the tasks of an
+                     array job write at the same time from several machines
+    aside/           runs that were cut before their first checkpoint, and started afresh
+"""
+
+import argparse
+import csv
+import ctypes
+import fcntl
+import functools
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import NamedTuple
+
+import tyro
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+OWN_FLAGS = ("env_id", "seed", "run_dir", "resume")  # what the sweep itself gives to each run
+PACKAGES = ("torch", "numpy", "gym3", "procgen", "procgen-mirror")
+
+console = Console(highlight=False, markup=False, emoji=False)
+libc = ctypes.CDLL(None)
+
+
+class Command:
+    """A training command. `argv` is without the two flags that the sweep has to know."""
+
+    def __init__(self, text: str):
+        self.text = text
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        for name in ("exp_name", "total_timesteps", *OWN_FLAGS):
+            parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}")
+        flags, self.argv = parser.parse_known_args(shlex.split(text))
+        if own := [f"--{name.replace('_', '-')}" for name in OWN_FLAGS if getattr(flags, name) is not None]:
+            raise ValueError(f"{' '.join(own)} in --command {text!r}: the sweep sets that for each run")
+        script = next((word for word in self.argv if word.endswith(".py")), self.argv[0] if self.argv else "")
+        self.exp_name = flags.exp_name or Path(script).stem
+        self.total_timesteps = int(flags.total_timesteps or 0)  # 0: the script's own default
+
+    def continues(self, old: "Command") -> bool:
+        """Whether it may go on with runs of `old`: only the budget may differ, and only grow."""
+        return self.argv == old.argv and self.total_timesteps >= old.total_timesteps
+
+
+@dataclass
+class Args:
+    env_ids: tuple[str, ...] = ()
+    """games; without games and commands, all the runs that the folder's sweep.json lists"""
+    command: tuple[str, ...] = ()
+    """training commands, each in quotes; if several, each with an --exp-name of its own (default: the script's name)"""
+    num_seeds: int = 3
+    """seeds per command and game"""
+    start_seed: int = 1
+    """the first seed"""
+    folder: Path | None = None
+    """where the sweep lives (default: sweeps/ and the exp_name of the first command)"""
+    workers: int | None = None
+    """runs, or SLURM tasks, at a time (default: one per GPU, or one without GPUs; SLURM: no limit)"""
+    gpus: tuple[str, ...] | None = None
+    """GPU slots; a GPU named twice takes two runs at a time (default: all visible GPUs; nothing after the flag: CPU)"""
+    retries: int = 2
+    """further attempts at a run that failed; bad arguments (exit code 2) are not tried again"""
+    retry_delay: float = 10.0
+    """seconds before a further attempt"""
+    grace: float = 60.0
+    """seconds that runs have to end at a safe point when the sweep is stopped, before they are killed"""
+    dry_run: bool = False
+    """print the commands and do nothing"""
+    slurm: bool = False
+    """submit the unfinished runs as an array job, by FOLDER/slurm.sbatch (at first a copy of benchmark/slurm.sbatch)"""
+    index: int | None = None
+    """do the one run at this place in sweep.json: what each task of a SLURM array calls"""
+    commands: dict[str, Command] = field(init=False)
+
+    def __post_init__(self):
+        parsed = [Command(text) for text in self.command]
+        self.commands = {command.exp_name: command for command in parsed}
+        if len(self.commands) < len(parsed) or len(set(self.env_ids)) < len(self.env_ids):
+            raise ValueError("runs must differ in name: name each game once, and give each command its own --exp-name")
+        for command in parsed:
+            if not command.argv or shutil.which(command.argv[0]) is None:
+                raise ValueError(f"--command {command.text!r} does not begin with a program that exists")
+        for label in (*self.env_ids, *self.commands):
+            if not re.fullmatch(r"[a-zA-Z0-9.-]+(_[a-zA-Z0-9.-]+)*", label):  # "__" inside could make two names collide
+                raise ValueError(f"{label!r} cannot be part of a run's name, ENV__EXP__SEED")
+        if bool(self.env_ids) != bool(self.command):
+            raise ValueError("--env-ids and --command go together")
+        if self.folder is None:
+            if not parsed:
+                raise ValueError("give --env-ids and --command, or the --folder of a sweep to continue")
+            self.folder = Path("sweeps") / parsed[0].exp_name
+        if self.index is not None and (self.command or self.slurm):
+            raise ValueError("--index takes a run of --folder, and goes with neither --command nor --slurm")
+        if self.num_seeds < 1 or (self.workers is not None and self.workers < 1):
+            raise ValueError("--num-seeds and --workers must be at least 1")
+
+
+class Progress(NamedTuple):
+    args: dict
+    iteration: int
+    steps: int
+    mean_return: float
+    steps_per_second: float
+
+    def cells(self) -> tuple[str, ...]:
+        total = self.args["num_iterations"] * self.args["batch_size"]
+        left = f"{timedelta(seconds=int((total - self.steps) / self.steps_per_second))} left"
+        return f"{self.steps:,} steps", f"{self.steps / total:.0%}", f"return {self.mean_return:.2f}", left
+
+
+@dataclass(eq=False)
+class Run:
+    folder: Path
+    name: str
+    env_id: str
+    seed: int
+    command: Command
+    attempt: int = 0
+    not_before: float = 0.0  # time.monotonic() of the next attempt
+    slot: str | None = None  # the GPU; None leaves CUDA_VISIBLE_DEVICES as it is
+    process: subprocess.Popen | None = None
+
+    def __post_init__(self):
+        self.run_dir = self.folder / "runs" / self.name
+        self.log_file = self.folder / "logs" / f"{self.name}.log"
+        self.state_file = self.folder / "state" / f"{self.name}.json"
+
+    def progress(self) -> Progress | None:
+        """Where the run stands by its own files; None before the first row, or where they cannot be read."""
+        try:
+            args = read_json(self.run_dir / "args.json")["args"]
+            with open(self.run_dir / "metrics.csv", newline="") as file:
+                # A line without its end is being written, or was when the run was killed.
+                lines = [line for line in file if line.endswith("\n")]
+            (row,) = csv.DictReader([lines[0], lines[-1]])
+            mean_return = float(row["charts/mean_return_100"] or "nan")  # blank before the first episode ends
+            return Progress(args, int(row["iteration"]), int(row["global_step"]), mean_return, float(row["charts/SPS"]))
+        except (OSError, LookupError, TypeError, ValueError, csv.Error):
+            return None
+
+    def is_whole(self) -> bool:
+        """Whether metrics.csv has the run's last iteration, and the run has the command's budget."""
+        at = self.progress()
+        complete = at is not None and at.iteration == at.args["num_iterations"]
+        return complete and at.args["total_timesteps"] >= self.command.total_timesteps
+
+    def next_step(self) -> str:
+        """A run is finished when it said so by exit code 0 and its metrics agree; one that only looks whole is resumed,
+        and says at once that nothing is left to do."""
+        if read_json(self.state_file).get("state") == "finished" and self.is_whole():
+            return "skip"
+        return "resume" if (self.run_dir / "checkpoint.pt").exists() else "start"
+
+    def argv(self) -> list[str]:
+        argv = [*self.command.argv, "--env-id", self.env_id, "--seed", str(self.seed)]
+        argv += ["--exp-name", self.command.exp_name]
+        if self.command.total_timesteps:
+            argv += ["--total-timesteps", str(self.command.total_timesteps)]
+        return argv + ["--run-dir" if self.next_step() == "start" else "--resume", str(self.run_dir)]
+
+    def start(self, slot: str | None):
+        self.slot = slot
+        self.attempt += 1
+        with open(self.log_file, "ab", buffering=0) as log:
+            try:
+                # The process inherits the lock with its output, so that nobody starts the run a second time while any
+                # part of it lives: neither another array task, nor a new sweep where something outlived the old one.
+                fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(f"another process is at work on it, and holds {self.log_file}") from None
+            if self.next_step() == "start" and self.run_dir.exists():
+                self.run_dir.rename(self.folder / "aside" / f"{self.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
+            argv = self.argv()
+            log.write(f"=== {datetime.now():%Y-%m-%d %H:%M:%S} {platform.node()}: {shlex.join(argv)}\n".encode())
+            environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # or a killed run's last words are lost
+            if slot is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = slot
+            self.process = subprocess.Popen(
+                argv,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # the terminal's Ctrl-C reaches the sweep alone, which stops its runs in order
+                preexec_fn=die_with_sweep if sys.platform == "linux" else None,
+            )
+        self.write_state("running")
+
+    def send(self, signum: int):
+        with suppress(ProcessLookupError):  # all of them have ended
+            os.killpg(self.process.pid, signum)
+
+    def failure(self) -> str | None:
+        """Why the ended process has not finished its run; None if it has."""
+        code = self.process.returncode
+        if code == 0:
+            at = self.progress()
+            end = f"at iteration {at.iteration} of {at.args['num_iterations']}" if at else "before iteration 1"
+            return None if self.is_whole() else f"exit code 0, but metrics.csv ends {end}"
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+        with suppress(ValueError):
+            return f"stopped by {signal.Signals(code - 128).name}"
+        with open(self.log_file, "rb") as log:
+            log.seek(-min(4096, log.seek(0, os.SEEK_END)), os.SEEK_END)
+            output = log.read(4096).decode(errors="replace").rpartition("=== ")[2].partition("\n")[2]
+        output = re.sub("[│─╭╮╰╯]", "", output).strip()  # tyro frames its messages
+        words = output if code == 2 else output.rpartition("\n")[2]  # the whole message, or a traceback's last line
+        return f"exit code {code}: {textwrap.shorten(words, 200)}"
+
+    def write_state(self, state: str, reason: str | None = None):
+        content = {"state": state, "reason": reason, "attempt": self.attempt, "gpu": self.slot}
+        try:
+            write_json(self.state_file, content | where_and_when())
+        except OSError as error:  # a full disk must not end the other runs, and what counts is in the run's folder
+            say(f"{self.name}: cannot write its state: {error}")
+
+
+def die_with_sweep():
+    """Called in the child before exec: prctl(PR_SET_PDEATHSIG) has the kernel kill it when the sweep dies, be it by
+    SIGKILL, so that no run goes on unwatched on a GPU that the next sweep believes free. Between fork and exec this is
+    safe only because the sweep has no threads."""
+    libc.prctl(1, signal.SIGKILL)
+
+
+def say(text: str):
+    with suppress(OSError):  # the terminal is gone, or the disk is full: no reason to end the runs
+        console.print(f"{datetime.now():%m-%d %H:%M:%S} {text}", soft_wrap=True)
+
+
+def refuse(reason: str):
+    print(f"sweep.py: {reason}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+
+
+def write_json(path: Path, content: dict):
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w") as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+@functools.cache
+def git_commit() -> str | None:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def where_and_when() -> dict:
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"time": now, "host": platform.node(), "commit": git_commit()}
+
+
+def gpu_slots(args: Args) -> list[str | None]:
+    gpus = args.gpus
+    if gpus is None and "CUDA_VISIBLE_DEVICES" in os.environ:
+        gpus = tuple(filter(None, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
+    elif gpus is None and shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        gpus = tuple(subprocess.run(query, capture_output=True, text=True).stdout.split())
+    if not gpus:
+        return [None if gpus is None else ""] * (args.workers or 1)
+    if args.workers and args.workers > len(gpus) and not args.slurm:  # which has GPUs elsewhere
+        refuse(f"--workers {args.workers} on GPUs {' '.join(gpus)}: to share a GPU, name it twice, as in --gpus 0 0")
+    return list(gpus[: args.workers])
+
+
+def lock_folder(args: Args):
+    """The kernel lets go of the lock when the process ends, however it ends. Array tasks share the lock with one
+    another, since each locks its own run, but not with a sweep."""
+    lock = open(args.folder / "lock", "a+")
+    try:
+        fcntl.flock(lock, (fcntl.LOCK_EX if args.index is None else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        refuse(f"another sweep is at work in {args.folder}: {lock.read().strip()}")
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {platform.node()}\n")
+    lock.flush()
+    return lock
+
+
+def plan(args: Args) -> tuple[dict, list[Run]]:
+    """The content of sweep.json, with what this call adds to it, and the runs that this call is about."""
+    sweep = read_json(args.folder / "sweep.json") or {"commands": {}, "runs": {}, "calls": []}
+    for exp_name, command in args.commands.items():
+        old = sweep["commands"].get(exp_name, command.text)
+        if not command.continues(Command(old)):
+            refuse(f"{args.folder} has runs of another command, {old!r}: choose another --folder or --exp-name")
+        sweep["commands"][exp_name] = command.text
+    selected = []
+    for seed in range(args.start_seed, args.start_seed + args.num_seeds):
+        for exp_name in args.commands:
+            for env_id in args.env_ids:
+                selected.append(f"{env_id}__{exp_name}__{seed}")
+                # New runs go to the end: array tasks that wait in SLURM's queue know theirs by its place.
+                sweep["runs"].setdefault(selected[-1], {"env_id": env_id, "exp_name": exp_name, "seed": seed})
+    selected = selected or list(sweep["runs"])
+    if args.index is not None:
+        selected = [name for place, name in enumerate(selected) if place == args.index]
+    runs = []
+    for name in selected:
+        run = sweep["runs"][name]
+        command = Command(sweep["commands"][run["exp_name"]])
+        runs.append(Run(args.folder, name, run["env_id"], run["seed"], command))
+    return sweep, runs
+
+
+def submit(args: Args, sweep: dict, runs: list[Run]) -> int:
+    """One array with a task per run; when and where they run, and that cut ones run again, is SLURM's affair."""
+    if shutil.which("sbatch") is None:
+        refuse("--slurm needs the command sbatch")
+    script = args.folder / "slurm.sbatch"
+    if not script.exists():
+        shutil.copyfile(Path(__file__).with_name("slurm.sbatch"), script)
+    places = {name: str(place) for place, name in enumerate(sweep["runs"])}
+    array = ",".join(places[run.name] for run in runs) + (f"%{args.workers}" if args.workers else "")
+    options = [f"--array={array}", f"--job-name={args.folder.name}", f"--output={args.folder}/logs/slurm-%A_%a.log"]
+    return subprocess.run(["sbatch", *options, script, args.folder]).returncode
+
+
+def work(runs: list[Run], slots: list[str | None], args: Args) -> int:
+    signals = []
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and means it
+            signal.signal(signum, lambda signum, frame: signals.append(signum))
+
+    waiting, running, failed = list(runs), [], {}
+    live = Live(console=console, auto_refresh=False, transient=True)  # refreshes by hand: no thread beside preexec_fn
+    next_report = 0.0
+
+    def attempt_failed(run: Run, reason: str, can_retry: bool = True) -> str:
+        if can_retry and run.attempt <= args.retries:
+            say(f"{run.name}: {reason}; retry {run.attempt} of {args.retries} in {args.retry_delay:g} s")
+            run.not_before = time.monotonic() + args.retry_delay
+            waiting.append(run)
+            return "retrying"
+        say(f"{run.name}: FAILED, {reason}")
+        failed[run] = reason
+        return "failed"
+
+    with live if console.is_terminal else nullcontext():
+        try:
+            while (waiting or running) and not signals:
+                for run in [run for run in running if run.process.poll() is not None]:
+                    run.send(signal.SIGKILL)  # what a crashed run left behind must not share the GPU with the next one
+                    running.remove(run)
+                    slots.append(run.slot)
+                    if reason := run.failure():
+                        run.write_state(attempt_failed(run, reason, run.process.returncode != 2), reason)
+                    else:
+                        say(f"{run.name}: finished")
+                        run.write_state("finished")
+                for run in [run for run in waiting if run.not_before <= time.monotonic()][: len(slots)]:
+                    waiting.remove(run)
+                    step = run.next_step()
+                    try:
+                        run.start(slots[0])
+                    except BlockingIOError as error:
+                        attempt_failed(run, str(error))  # its state is for the process that holds it to write
+                    except OSError as error:  # no disk space, no memory for a process, ...
+                        run.write_state(attempt_failed(run, str(error)), str(error))
+                    else:
+                        running.append(run)
+                        say(f"{run.name}: {step}" + (f" on GPU {slots[0]}" if slots[0] else ""))
+                        del slots[0]
+                if time.monotonic() >= next_report:
+                    counts = f"{len(running)} running, {len(waiting)} waiting, {len(failed)} failed"
+                    next_report = time.monotonic() + report(live, running, counts)
+                time.sleep(0.1)
+        finally:
+            stop(running, signals, args.grace)
+
+    for run, reason in failed.items():
+        say(f"FAILED {run.name}: {reason} (see {run.log_file})")
+    if signals:
+        say(f"stopped by {signal.Signals(signals[-1]).name}; the same call again continues")
+        return 128 + signals[-1]
+    say(f"{len(failed)} of {len(runs)} runs failed" if failed else "all runs are finished")
+    return 1 if failed else 0
+
+
+def report(live: Live, running: list[Run], counts: str) -> float:
+    """Show how the running runs stand: a table in a terminal, lines elsewhere. Returns the seconds until the next."""
+    rows = [(run.name, f"GPU {run.slot}" if run.slot else "", run.progress()) for run in running]
+    if not live.is_started:
+        for name, _, progress in rows:
+            if progress:
+                say(f"{name}: {', '.join(progress.cells())}")
+        return 60
+    table = Table(box=None, show_header=False, caption=counts, caption_justify="left")
+    for name, gpu, progress in rows:
+        table.add_row(name, gpu, *(progress.cells() if progress else ()))
+    live.update(table, refresh=True)
+    return 1
+
+
+def stop(running: list[Run], signals: list[int], grace: float):
+    for run in running:
+        run.send(signal.SIGTERM)
+    if running:
+        say(f"stopping {len(running)} runs, in at most {grace:g} s; Ctrl-C again kills them")
+    deadline = time.monotonic() + grace
+    while any(run.process.poll() is None for run in running) and time.monotonic() < deadline:
+        if signal.SIGINT in signals[1:]:
+            break
+        time.sleep(0.1)
+    for run in running:
+        run.send(signal.SIGKILL)
+        run.process.wait()
+        reason = run.failure()
+        run.write_state("stopped" if reason else "finished", reason)
+        say(f"{run.name}: {reason or 'finished'}")
+
+
+def main(args: Args) -> int:
+    if not args.command and not (args.folder / "sweep.json").exists():
+        refuse(f"{args.folder} is not a sweep: give --env-ids and --command")
+    slots = gpu_slots(args)
+    if not args.dry_run:
+        for name in ("runs", "logs", "state", "aside"):
+            (args.folder / name).mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(args)
+    sweep, runs = plan(args)
+    if not runs:
+        refuse(f"{args.folder} has no run {args.index}, only {len(sweep['runs'])} runs, counted from 0")
+    todo = [run for run in runs if run.next_step() != "skip"]
+    if args.dry_run:
+        for run in runs:
+            print(f"# {run.name}: {run.next_step()}")
+            if run in todo:
+                print(shlex.join(run.argv()))
+        return 0
+    if args.index is None:
+        if sweep["calls"] and sweep["calls"][-1]["commit"] != git_commit():
+            say(f"note: the last call was with commit {sweep['calls'][-1]['commit']}, this one is with {git_commit()}")
+        versions = {name: dist.version for dist in distributions() if (name := dist.metadata["Name"]) in PACKAGES}
+        sweep["calls"].append(where_and_when() | {"python": platform.python_version(), "versions": versions})
+        write_json(args.folder / "sweep.json", sweep)
+    say(f"{args.folder}: {len(runs) - len(todo)} of {len(runs)} runs are finished")
+    if args.slurm and todo:
+        lock.close()  # the tasks may start before sbatch returns
+        return submit(args, sweep, todo)
+    return work(todo, slots, args)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(tyro.cli(Args, description=__doc__)))

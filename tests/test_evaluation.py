@@ -1,0 +1,371 @@
+"""Evaluation and videos during training, and benchmark/evaluate.py on what training leaves."""
+
+import csv
+import importlib
+import math
+import runpy
+import shutil
+import sys
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import TINY_PPG, read_rows
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
+
+import ppg_procgen
+import ppo_procgen
+from ppg_procgen import ProcgenVectorEnv, evaluate, load_checkpoint
+
+GAME = {"env_id": "bossfight", "num_levels": 3, "start_level": 10, "total_timesteps": 128}  # short episodes
+EVALUATION = {"eval_interval": 1, "eval_episodes": 4}
+
+
+VIDEO_STEPS = (4, 8, 12, 16)  # where the episodes of a video are said to end: whole ones take a while to encode
+
+
+class WatchedEnv(ProcgenVectorEnv):
+    """Notes the levels that are played: a session for each state that is loaded, with the level seeds at each step."""
+
+    def __init__(self, *args, render=False, **options):
+        super().__init__(*args, render=render, **options)
+        self.is_video, self.sessions = render, [[self.level_seeds()]]
+
+    def level_seeds(self):
+        return [info["level_seed"] for info in self.games.get_info()]
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        self.sessions.append([self.level_seeds()])
+
+    def step_wait(self):
+        obs, rewards, terminated, truncated, info = super().step_wait()
+        self.sessions[-1].append(self.level_seeds())
+        if self.is_video:
+            terminated = np.array([len(self.sessions[-1]) > steps for steps in VIDEO_STEPS])
+        return obs, rewards, terminated, truncated, info
+
+    def all_levels(self):
+        return set(chain(*chain(*self.sessions)))
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """Folder and environments of a PPG run with evaluations and videos."""
+    run_dir, created = tmp_path_factory.mktemp("evaluated") / "run", []
+
+    def make(*args, **options):
+        created.append(WatchedEnv(*args, **options))
+        return created[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppg_procgen, "ProcgenVectorEnv", make)
+        flags = TINY_PPG | GAME | EVALUATION | {"capture_video": True, "run_dir": str(run_dir)}
+        ppg_procgen.main(ppg_procgen.Args(**flags))
+    return run_dir, created
+
+
+class SimpleAgent(nn.Module):
+    """Stands in for Agent where only speed matters, or that an observation's logits are the same in any batch."""
+
+    def __init__(self, arch="dual", num_actions=15):
+        super().__init__()
+        self.heads = nn.Linear(12, num_actions + 2)
+        nn.init.zeros_(self.heads.weight)
+        self.batch_sizes = []
+
+    def forward(self, obs, policy=True, value=True):
+        self.batch_sizes.append(len(obs))
+        x = self.heads(obs[:, ::32, ::32].flatten(1).float())
+        best = obs.flatten(1).long().sum(1) % 15
+        return x[:, :-2] + nn.functional.one_hot(best, 15), x[:, -1], x[:, -2]
+
+
+# ---- evaluate()
+
+
+class ScriptedEnvs:
+    """Episodes of given lengths (num_envs, episodes), and a reward of 1 a step."""
+
+    def __init__(self, lengths):
+        self.num_envs, self.lengths, self.actions = len(lengths), lengths, []
+        self.left, self.next = lengths[:, 0].copy(), np.ones(len(lengths), int)
+
+    def reset(self):
+        return np.zeros((self.num_envs, 64, 64, 3), np.uint8), {}
+
+    def step_async(self, actions):
+        self.actions.append(actions)
+
+    def step_wait(self):
+        self.left -= 1
+        done = self.left == 0
+        self.left[done] = self.lengths[done, self.next[done]]
+        self.next += done
+        return *self.reset()[:1], np.ones(self.num_envs), done, np.zeros_like(done), {}
+
+
+def test_short_episodes_count_no_more_than_long_ones():
+    lengths = np.random.default_rng(1).choice([1, 20], (64, 80))
+    lengths[0] = 1  # and a game in which all are short
+    agent, playing = SimpleAgent(), []
+    returns = evaluate(agent, ScriptedEnvs(lengths), 3, 1, False, lambda active, _: playing.append(len(active)))
+    np.testing.assert_array_equal(returns, lengths[:, :3])
+    assert returns.mean() == pytest.approx(10.5, abs=3 * 9.5 / math.sqrt(returns.size))
+    first_to_end = lengths.flat[lengths.cumsum(1).argsort(axis=None, kind="stable")[: returns.size]]
+    assert first_to_end.mean() < 8  # what is to be avoided
+    assert playing[-1] == 0 and agent.batch_sizes == [64, *playing[:-1]]  # no network for games that are through
+
+
+def test_actions_are_sampled_from_a_stream_of_their_own_or_greedy():
+    agent = SimpleAgent()
+    state = torch.get_rng_state()
+
+    def actions(seed, greedy):
+        envs = ScriptedEnvs(np.full((8, 9), 5))
+        evaluate(agent, envs, 2, seed, greedy, lambda *_: None)
+        return np.array(envs.actions)
+
+    sampled = actions(1, False)
+    np.testing.assert_array_equal(sampled, actions(1, False))
+    assert (sampled != actions(2, False)).any() and len(np.unique(sampled)) > 1
+    assert (actions(1, True) == 0).all()  # all observations are black, so action 0 is the most probable
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ---- evaluation during training
+
+
+def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
+    run_dir, (training, test, train, video) = evaluated  # no more than these four are ever made
+    assert training.all_levels() <= {10, 11, 12} and train.all_levels() <= {10, 11, 12}
+    assert min(test.all_levels() | video.all_levels()) >= 13
+    assert len(test.all_levels()) > 4
+    for envs in (test, train, video):
+        _, first, second = envs.sessions  # what came before was never played
+        assert first[0] == second[0] and len(first[0]) == 4
+    for row in read_rows(run_dir):
+        gap = float(row["eval/train_return"]) - float(row["eval/test_return"])
+        assert float(row["eval/generalization_gap"]) == pytest.approx(gap)
+        assert float(row["eval/train_stderr"]) >= 0 and float(row["eval/test_stderr"]) >= 0
+
+
+def test_without_training_levels_all_levels_are_the_test(run):
+    row = read_rows(run(env_id="bossfight", total_timesteps=64, eval_interval=5, eval_episodes=2))[0]  # once at the end
+    assert row["eval/test_return"] != "" and row["eval/train_return"] == "" and row["eval/generalization_gap"] == ""
+
+
+def identical(run_dir, other):
+    """Whether two runs have the same records, but for evaluations and times, and the same weights, games and random
+    generators in the end."""
+    states = []
+    for folder in (run_dir, other):
+        timed = ("time/", "eval/", "wall_time", "charts/SPS")
+        rows = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(folder)]
+        checkpoint = load_checkpoint(folder / "checkpoint.pt")
+        random = checkpoint["random"]
+        tensors = [*checkpoint["agent"].values(), *checkpoint["envs"]["games"], random["torch"]]
+        tensors += torch.load(folder / "agent.pt", weights_only=True).values()
+        states.append((rows, random["python"], random["numpy"], [tensor.numpy().tobytes() for tensor in tensors]))
+    return states[0] == states[1]
+
+
+def test_evaluation_and_video_do_not_touch_training(evaluated, run):
+    run_dir, _ = evaluated
+    plain = run(**GAME)
+    assert identical(run_dir, plain)
+    assert not list(plain.glob("*.mp4")) and read_rows(plain)[0]["eval/test_return"] == ""
+
+
+def test_nor_does_it_in_ppo(run):
+    plain, with_evaluation = run(ppo_procgen, **GAME), run(ppo_procgen, **GAME, **EVALUATION)
+    assert identical(with_evaluation, plain)
+    assert read_rows(with_evaluation)[0]["eval/test_return"] != ""
+
+
+def decode(path):
+    """Frames (T, 1024, 1024, 3) of an mp4."""
+    from imageio_ffmpeg import read_frames
+
+    meta, *frames = read_frames(str(path))
+    assert meta["size"] == (1024, 1024) and meta["fps"] == 15
+    return np.stack([np.frombuffer(frame, np.uint8).reshape(1024, 1024, 3) for frame in frames]).astype(int)
+
+
+def test_videos_show_all_frames_of_four_games(evaluated):
+    run_dir, _ = evaluated
+    for step in (64, 128):
+        frames = decode(run_dir / f"{step}.mp4")
+        assert len(frames) == VIDEO_STEPS[-1]
+        for i, steps in enumerate(VIDEO_STEPS):
+            top, left = i // 2 * 512, i % 2 * 512
+            tile = frames[:, top : top + 512, left : left + 512]
+            assert (tile.std(axis=(1, 2, 3)) > 5).all() and (tile.max(axis=(1, 2, 3)) > 100).all()  # not black or blank
+            text = tile[:, 8:44, 12:36]  # the return so far, white with a black edge
+            assert (text.max(axis=(1, 2, 3)) > 220).all() and (text.min(axis=(1, 2, 3)) < 40).all()
+            changes = abs(np.diff(tile, axis=0)).mean(axis=(1, 2, 3))
+            moves, rests = (
+                changes[: steps - 2],
+                changes[steps - 1 :],
+            )  # the frame at which it ended shows the one before
+            assert moves.min() > 2 * rests.max(initial=0)
+
+    events = EventAccumulator(str(run_dir), size_guidance={"images": 0}).Reload()
+    gif = events.Images("video")
+    assert [image.step for image in gif] == [64, 128]
+    (run_dir / "video.gif").write_bytes(gif[-1].encoded_image_string)
+    with Image.open(run_dir / "video.gif") as image:
+        assert image.size == (256, 256) and image.n_frames > 1
+
+
+def resident_megabytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_does_not_grow_over_fifty_evaluations(run, monkeypatch):
+    megabytes = []
+
+    def watched(*args):
+        result = evaluate(*args)
+        megabytes.append(resident_megabytes())
+        return result
+
+    monkeypatch.setattr(ppg_procgen, "Agent", SimpleAgent)
+    monkeypatch.setattr(ppg_procgen, "evaluate", watched)
+    run(**GAME | EVALUATION | {"num_steps": 4, "total_timesteps": 50 * 16, "e_auxiliary": 0, "checkpoint_interval": 99})
+    assert len(megabytes) == 2 * 50  # on unseen and on training levels
+    assert megabytes[-1] - megabytes[19] < 8  # new games for each would leak 0.4 MB, 16 in all
+
+
+# ---- benchmark/evaluate.py
+
+
+@pytest.fixture
+def tool():
+    """benchmark/evaluate.py as a module."""
+    pytest.importorskip("rliable", reason='needs pip install -e ".[benchmark]"')
+    return importlib.import_module("benchmark.evaluate")
+
+
+@pytest.fixture
+def command(tool, monkeypatch):
+    """Runs it as from the command line, and gives its exit code."""
+
+    def run_command(*argv):
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, argv)])
+        try:
+            runpy.run_path(tool.__file__, run_name="__main__")
+        except SystemExit as end:
+            return end.code
+        return 0
+
+    return run_command
+
+
+def read_csv(path):
+    with open(path) as file:
+        return list(csv.DictReader(file))
+
+
+def test_each_level_is_played_whatever_the_batches(tool, monkeypatch):
+    agent = SimpleAgent()  # its actions do not depend on the batch
+    nn.init.zeros_(agent.heads.bias)
+
+    def play(episodes):
+        args = tool.Args(path=Path(), greedy=True, episodes=episodes)
+        return tool.play_set(agent, args, "bossfight", "easy", "0:7", range(7), Path()).to_dict("records")
+
+    def by_level(rows):
+        return sorted((row["level"], row["return"], row["length"]) for row in rows)
+
+    together = by_level(play(7))
+    assert [level for level, *_ in together] == list(range(7))
+    levels = [row["level"] for row in play(17)]
+    assert len(levels) == 17 and {levels.count(level) for level in range(7)} == {2, 3}
+    monkeypatch.setattr(tool, "BATCH_SIZE", 3)  # three batches, of which the last is filled up with two of the first
+    assert by_level(play(7)) == together
+
+    for level, expected_return, expected_length in together:
+        envs, total, length, done = ProcgenVectorEnv("bossfight", 1, num_levels=1, start_level=level), 0, 0, False
+        while not done:
+            with torch.no_grad():
+                envs.step_async(agent(torch.from_numpy(envs.reset()[0]))[0].argmax(-1).numpy())
+            _, reward, done, *_ = envs.step_wait()
+            total, length = total + reward[0], length + 1
+        assert (total, length) == (expected_return, expected_length)
+        envs.close()
+
+
+@pytest.mark.parametrize("module", [ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])
+def test_runs_of_both_scripts_are_evaluated(module, evaluated, run, command, tmp_path, capsys, monkeypatch):
+    run_dir = evaluated[0] if module is ppg_procgen else run(module, **GAME)
+    assert command(run_dir, "--episodes", 5, "--no-cuda", "--out", tmp_path / "a") == 0
+    table = capsys.readouterr().out
+    episodes, summary = read_csv(tmp_path / "a" / "episodes.csv"), read_csv(tmp_path / "a" / "summary.csv")
+    assert [row["levels"] for row in episodes] == ["train"] * 5 + ["test"] * 5
+    train_levels = [int(row["level"]) for row in episodes[:5]]
+    assert sorted(train_levels.count(level) for level in (10, 11, 12)) == [1, 2, 2]
+    assert min(int(row["level"]) for row in episodes[5:]) >= 13
+    for name, row in zip(("train", "test"), summary, strict=True):
+        returns = [float(episode["return"]) for episode in episodes if episode["levels"] == name]
+        assert float(row["mean"]) == pytest.approx(np.mean(returns))
+        assert float(row["stderr"]) == pytest.approx(np.std(returns, ddof=1) / math.sqrt(5))
+        half = 2.776445 * float(row["stderr"])  # of Student's distribution with 4 degrees of freedom
+        assert float(row["high"]) - float(row["mean"]) == pytest.approx(half, rel=1e-6)
+        assert float(row["score_mean"]) == pytest.approx((np.mean(returns) - 0.5) / 12.5)
+        assert name in table and f"{np.mean(returns):.2f} ±" in table
+
+    # the same numbers from the checkpoint, from the weights alone, and with the levels written out
+    shutil.copy(run_dir / "agent.pt", tmp_path / "alone.pt")
+    alone = (tmp_path / "alone.pt", "--env-id", "bossfight", "--levels", "10:13", f"13:{2**31 - 1}")
+    for i, arguments in enumerate([(run_dir / "checkpoint.pt",), alone]):
+        assert command(*arguments, "--episodes", 5, "--no-cuda", "--out", tmp_path / str(i)) == 0
+        again = read_csv(tmp_path / str(i) / "episodes.csv")
+        assert [row | {"levels": ""} for row in again] == [row | {"levels": ""} for row in episodes]
+
+    # and others for another seed, greedy actions, another mode
+    monkeypatch.setattr(ppg_procgen, "ProcgenVectorEnv", WatchedEnv)
+    flags = ("--seed", 2, "--greedy", "--modes", "hard", "--levels", "12:14", "--no-cuda", "--episodes", 2)
+    assert command(run_dir, *flags, *(["--video"] if module is ppo_procgen else [])) == 0
+    rows = read_csv(run_dir / "evaluation" / "episodes.csv")
+    assert {row["level"] for row in rows} == {"12", "13"} and {row["mode"] for row in rows} == {"hard"}
+    assert {row["greedy"] for row in rows} == {"True"}
+    if module is ppo_procgen:
+        assert len(decode(run_dir / "evaluation" / "hard_12-14.mp4")) == VIDEO_STEPS[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["nowhere"], "no such file: nowhere"),
+        (["empty"], "no such file: empty/agent.pt or empty/checkpoint.pt"),
+        (["noise.pt"], "noise.pt is damaged, or no checkpoint"),
+        (["half.pt", "--env-id", "starpilot"], "half.pt does not hold the weights"),
+        (["other.pt", "--env-id", "starpilot"], "other.pt does not hold the weights"),
+        (["agent.pt"], "add --env-id"),
+        (["agent.pt", "--env-id", "starpilot", "--levels", "test"], "no level is known to be unseen"),
+        (["agent.pt", "--env-id", "starpilot", "--levels", "5:5"], "--levels 5:5: not one of"),
+        (["agent.pt", "--env-id", "starpilot", "--levels", "0:9999999999"], "A:B with A < B <= 2147483647"),
+        (["agent.pt", "--env-id", "starpilot", "--modes", "memory"], "starpilot has no memory mode"),
+        (["agent.pt", "--env-id", "maze", "--modes", "exploration", "--levels", "0:2"], "a single level of its own"),
+        (["agent.pt", "--env-id", "starpilot", "--episodes", "1"], "at least 2 episodes"),
+        (["agent.pt", "--env-id", "chess"], "chess"),
+    ],
+)
+def test_bad_arguments_end_with_one_clear_line(flags, message, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    torch.save(ppo_procgen.Agent().state_dict(), "agent.pt")
+    torch.save({"weight": torch.zeros(3)}, "other.pt")
+    data = Path("agent.pt").read_bytes()
+    Path("half.pt").write_bytes(data[: len(data) // 2])
+    Path("noise.pt").write_bytes(bytes(1000))
+    assert command(*flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and "Traceback" not in error
+    assert not Path("evaluation").exists()
