@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.10,<3.13"
 # dependencies = [
-#   "torch>=2.6,<2.14", "numpy", "tyro>=0.9", "tqdm>=4.64", "tensorboard>=2.14", "pillow>=10.1", "imageio-ffmpeg",
+#   "torch>=2.6,<2.14", "numpy<2", "tyro>=0.9", "tqdm>=4.64", "tensorboard>=2.14", "pillow>=10.1", "imageio-ffmpeg",
 #   "procgen==0.10.7; python_version < '3.11'", "procgen-mirror==0.10.7; python_version >= '3.11'", "setuptools<81",
 # ]
 # ///
@@ -27,6 +27,7 @@ import fcntl
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import os
@@ -177,9 +178,7 @@ class Args:
         self.minibatch_size, remainder = divmod(size, self.num_minibatches)
         require(remainder == 0, f"num_minibatches ({self.num_minibatches}) must divide num_envs * num_steps ({size})")
         self.num_iterations = self.total_timesteps // size
-        require(
-            self.num_iterations > 0, f"total_timesteps ({self.total_timesteps}) is less than an iteration of {size}"
-        )
+        require(self.num_iterations > 0, f"total_timesteps is less than an iteration of {size} steps")
         if self.e_auxiliary > 0:
             size, number = self.n_iteration * self.num_envs, self.num_aux_rollouts
             require(size % number == 0, f"num_aux_rollouts ({number}) must divide n_iteration * num_envs ({size})")
@@ -187,9 +186,8 @@ class Args:
             require(number <= size // self.num_aux_rollouts, f"the buffer has fewer than {number} num_aux_minibatches")
         one_lr = self.learning_rate == self.aux_learning_rate
         require(one_lr or not self.single_optimizer, "single_optimizer: aux_learning_rate must be learning_rate")
-        require(
-            self.aux_device != "cuda" or self.cuda and torch.cuda.is_available(), "aux_device: there is no GPU in use"
-        )
+        gpu = self.cuda and torch.cuda.is_available()
+        require(gpu or self.aux_device != "cuda", "aux_device: there is no GPU in use")
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
 
@@ -501,8 +499,6 @@ COLUMNS = (
     "time/policy_phase,time/aux_phase,time/evaluation,eval/train_return,eval/train_stderr,eval/test_return,"
     "eval/test_stderr,eval/generalization_gap"
 ).split(",")
-
-
 PHASES = ("rollout", "policy_phase", "aux_phase", "evaluation")
 
 
@@ -665,12 +661,8 @@ def describe(args: Args) -> dict:
         git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
         commit = subprocess.run(git, cwd=Path(__file__).resolve().parent, capture_output=True, text=True).stdout.strip()
     gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
-    about = {
-        "algorithm": ALGORITHM,
-        "args": asdict(args),
-        "command": shlex.join(["python", *sys.argv]),
-        "commit": commit,
-    }
+    about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": commit}
+    about["command"] = shlex.join(["python", *sys.argv])
     about["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     about["hardware"] = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
     return about | {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
@@ -729,7 +721,7 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
         warnings.simplefilter("ignore")  # the version that gym3 asks for imports setuptools' deprecated pkg_resources
         from imageio_ffmpeg import write_frames
 
-    grid, gif, tiles, steps = Image.new("RGB", (1024, 1024)), [], envs.render(), iter(range(sys.maxsize))
+    grid, gif, tiles, frames = Image.new("RGB", (1024, 1024)), [], envs.render(), itertools.count()
     text = partial(ImageDraw.Draw(grid).text, fill="white", stroke_width=2, stroke_fill="black", font_size=32)
     temporary = path.with_suffix(".tmp.mp4")
     mp4 = write_frames(str(temporary), grid.size, fps=15, ffmpeg_timeout=0)  # 15: what procgen gives a human player
@@ -743,7 +735,7 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
             grid.paste(Image.fromarray(tiles[i]), (x, y))
             text((x + 12, y + 8), f"{returns[i, 0]:g}")
         mp4.send(grid.tobytes())
-        if next(steps) % 4 == 0:
+        if next(frames) % 4 == 0:
             gif.append(grid.resize((256, 256)).quantize(64))
 
     try:
@@ -962,8 +954,11 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
                 test_envs.load_state_dict(eval_starts[split])  # the same levels every time, whatever was played before
                 if split == "video":
                     path = run_dir / f"{global_step}.mp4"
-                    gif = record_video(agent, test_envs, path, args.seed, args.eval_greedy, stop.check)
-                    records.video(path, gif, global_step)
+                    try:
+                        gif = record_video(agent, test_envs, path, args.seed, args.eval_greedy, stop.check)
+                        records.video(path, gif, global_step)
+                    except OSError as error:  # ffmpeg's trouble must not cost the training
+                        print(f"no video at step {global_step:,}: {error}", file=sys.stderr)
                     continue
                 scores = evaluate(agent, test_envs, 1, args.seed, args.eval_greedy, stop.check)
                 row[f"eval/{split}_return"] = scores.mean()

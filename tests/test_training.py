@@ -368,6 +368,15 @@ def test_shared_definitions_are_the_same_word_for_word():
     assert {name for name in set(ppg) & set(ppo) if ppg[name] != ppo[name]} == differ
 
 
+def test_inline_metadata_names_the_dependencies_of_the_project(script):
+    tomllib = pytest.importorskip("tomllib")  # Python 3.11
+    source = (ROOT / f"{script.__name__}.py").read_text()
+    header = "\n".join(line[2:] for line in source.split("# ///")[1].splitlines()[1:])
+    inline, project = tomllib.loads(header), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(inline["dependencies"]) == sorted(project["dependencies"])
+    assert inline["requires-python"] == project["requires-python"]
+
+
 # ---- learning
 
 
