@@ -573,7 +573,8 @@ class Records:
             self.tensorboard.add_scalar(name, row[name], self.step)
         if self.wandb:
             self.wandb.log(row, step=self.step)
-        times = ", ".join(f"{name[5:].replace('_', ' ')} {row[name]:.1f}s" for name in row if name.startswith("time/"))
+        times = {name[5:].replace("_", " "): row[name] for name in row if name.startswith("time/")}
+        times = ", ".join(f"{name} {seconds:.1f}s" for name, seconds in times.items() if seconds >= 0.05)
         mean_return = row.get("charts/mean_return_100", math.nan)
         self.bar.set_postfix_str(f"return {mean_return:.2f}, {times}")
         if self.bar.disable:  # not a terminal
@@ -859,6 +860,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     # ---- the loop
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock = [time.perf_counter()]
+        records.bar.set_description("policy phase")
         global_step, slot = iteration * batch_size, (iteration - 1) % num_slots
         where = f"of iteration {iteration}, step {global_step:,}"
         remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0  # by global progress alone
@@ -925,7 +927,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
                 aux_old_logprobs[i] = logits.float().log_softmax(-1).view(T, N, -1)
             buffer = {"obs": aux_obs, "old_logprobs": aux_old_logprobs, "returns": aux_returns}
             loss_fn = partial(auxiliary_phase_loss, agent, args, aux_precision)
-            for _ in range(args.e_auxiliary):
+            for epoch in range(args.e_auxiliary):
+                records.bar.set_description(f"auxiliary epoch {epoch + 1}")
                 aux_inds = torch.randperm(num_slots * N, device=device).view(-1, args.num_aux_rollouts)
                 aux_inds = aux_inds[: args.num_aux_minibatches or None]
                 updates = []

@@ -483,7 +483,8 @@ class Records:
             self.tensorboard.add_scalar(name, row[name], self.step)
         if self.wandb:
             self.wandb.log(row, step=self.step)
-        times = ", ".join(f"{name[5:].replace('_', ' ')} {row[name]:.1f}s" for name in row if name.startswith("time/"))
+        times = {name[5:].replace("_", " "): row[name] for name in row if name.startswith("time/")}
+        times = ", ".join(f"{name} {seconds:.1f}s" for name, seconds in times.items() if seconds >= 0.05)
         mean_return = row.get("charts/mean_return_100", math.nan)
         self.bar.set_postfix_str(f"return {mean_return:.2f}, {times}")
         if self.bar.disable:  # not a terminal
