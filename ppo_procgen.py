@@ -791,10 +791,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             for mb_inds in b_inds:
                 stop.check()
                 minibatch = select_samples(batch, mb_inds)
-                mb_advantages = minibatch["advantages"]
-                minibatch["advantages"] = (mb_advantages - mb_advantages.mean()) / (
-                    mb_advantages.std(correction=0) + 1e-8
-                )
+                mb_adv = minibatch["advantages"]
+                minibatch["advantages"] = (mb_adv - mb_adv.mean()) / (mb_adv.std(correction=0) + 1e-8)
                 updates.append(update(optimizer, loss_fn, minibatch, num_parts, args.max_grad_norm))
             select = partial(select_samples, batch)
             stats.append(fetch_stats(updates, "losses/", f"updates {where}", run_dir, select, b_inds))
