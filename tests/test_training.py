@@ -1,6 +1,5 @@
 """Whole runs of the scripts on real procgen, in small."""
 
-import math
 import os
 import subprocess
 import sys
@@ -434,9 +433,24 @@ def test_probe_the_policy_learns_to_look(run, monkeypatch, arch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_learns_a_real_game(run):
-    """bigfish would take longer; see the README for what was seen."""
-    flags = {"env_id": "starpilot", "num_envs": 32, "num_steps": 128, "num_minibatches": 8, "n_iteration": 8}
-    rows = read_rows(run(**flags, num_aux_rollouts=4, e_auxiliary=2, arch="detach", total_timesteps=100_000))
-    assert math.isfinite(float(rows[-1]["losses/value_loss"]))
-    assert float(rows[-1]["charts/mean_return_100"]) > 4.0
+    """Twice what random actions get in starpilot, on all its easy levels; the README says what was seen."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(os.cpu_count())
+    flags = {"env_id": "starpilot", "num_envs": 16, "num_steps": 64, "num_minibatches": 4, "arch": "detach"}
+    run_dir = run(**flags, n_iteration=16, num_aux_rollouts=4, e_auxiliary=2, total_timesteps=80_000)
+    torch.set_num_threads(threads)
+    returns = [float(row["charts/mean_return_100"]) for row in read_rows(run_dir)[10:]]
+    envs = ProcgenVectorEnv("starpilot", 256, seed=5)
+    random = evaluate_random(envs)
+    print(f"random {random:.2f}, after 80,000 steps {returns[-1]:.2f}")
+    assert returns[-1] > 2 * random
+
+
+def evaluate_random(envs):
+    class Uniform(torch.nn.Linear):
+        def forward(self, obs, value):
+            return (torch.zeros(len(obs), 15),)
+
+    return ppg_procgen.evaluate(Uniform(1, 1), envs, 1, 0, False, lambda *_: None).mean()
