@@ -435,20 +435,15 @@ def test_probe_the_policy_learns_to_look(run, monkeypatch, arch):
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_learns_a_real_game(run):
-    """starpilot, on all its easy levels: the episodes of the second half of 80,000 steps against random actions. The
-    last 100 alone say less: in the run that the README tells of they rose to 3.2 and fell to 2.2."""
+    """Twice what random actions get in starpilot, on all its easy levels, over the last 100 episodes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count())
     flags = {"env_id": "starpilot", "num_envs": 16, "num_steps": 64, "num_minibatches": 4, "arch": "detach"}
     run_dir = run(**flags, n_iteration=16, num_aux_rollouts=4, e_auxiliary=2, total_timesteps=80_000)
     torch.set_num_threads(threads)
-    rows = [row for row in read_rows(run_dir) if row["charts/episodic_return"]]
-    counts = np.diff([int(row["episodes"]) for row in rows])
-    returns = np.array([float(row["charts/episodic_return"]) for row in rows[1:]])
-    half = len(counts) // 2
-    learned, random = np.average(returns[half:], weights=counts[half:]), evaluate_random()
-    print(f"random {random:.2f}, learned {learned:.2f}, the last 100 {rows[-1]['charts/mean_return_100']}")
-    assert learned > 1.5 * random
+    learned, random = float(read_rows(run_dir)[-1]["charts/mean_return_100"]), evaluate_random()
+    print(f"random {random:.2f}, after 80,000 steps {learned:.2f}")
+    assert learned > 2 * random
 
 
 def evaluate_random():
