@@ -43,12 +43,14 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -62,6 +64,10 @@ with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which pr
     from procgen import ProcgenGym3Env
 
 ALGORITHM = "ppg"
+# torchrun starts several ranks, each with environments of its own, and tells them so; alone there is rank 0 of 1
+RANK, LOCAL_RANK, NUM_RANKS = (
+    int(os.environ.get(k, d)) for k, d in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)]
+)
 # fmt: off
 Game = Literal["bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
                "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"]
@@ -89,6 +95,9 @@ class Args:
     resume: str = ""  # run folder to continue, its arguments included; a larger total_timesteps extends it
     checkpoint_interval: int = 32  # iterations between checkpoints where no auxiliary phase ends with one
     cuda: bool = True  # use the GPU if there is one
+    compile: bool = True  # on a GPU: compile the networks with torch.compile
+    cuda_graphs: bool = True  # on a GPU: launch an update, or a step's actions, as one CUDA graph
+    tf32: bool = True  # on a GPU: multiply float32 numbers in TensorFloat-32
     track: bool = False  # also send the records to Weights & Biases (pip install wandb)
     wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
@@ -114,6 +123,7 @@ class Args:
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     reward_gamma: float | None = None  # discount of the reward normalisation (default: gamma; reference code: 0.99)
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
+    policy_dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the networks in rollout and policy phase
     num_grad_accum: int = 0  # parts, at most, to run a minibatch in: same step, less memory; 0: 1, on a CPU of 512
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     # E_V: value epochs; where it is not E_pi they come before the policy's, with an optimizer of their own
@@ -140,9 +150,11 @@ class Args:
     single_optimizer: bool = False  # one Adam for both phases, as CleanRL does
     # where the observations of a phase are kept; auto: on the GPU if they fit
     aux_device: Literal["auto", "cuda", "cpu"] = "auto"
-    aux_dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the networks in the auxiliary phase
+    # precision of the networks in the auxiliary phase; auto: bfloat16 where the processor multiplies it fast
+    aux_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
 
     # ---- derived
+    num_ranks: int = field(init=False)
     batch_size: int = field(init=False)
     minibatch_size: int = field(init=False)
     num_iterations: int = field(init=False)
@@ -177,8 +189,9 @@ class Args:
         size = self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size, remainder = divmod(size, self.num_minibatches)
         require(remainder == 0, f"num_minibatches ({self.num_minibatches}) must divide num_envs * num_steps ({size})")
-        self.num_iterations = self.total_timesteps // size
-        require(self.num_iterations > 0, f"total_timesteps is less than an iteration of {size} steps")
+        self.num_ranks = NUM_RANKS
+        self.num_iterations = self.total_timesteps // (size * NUM_RANKS)
+        require(self.num_iterations > 0, f"total_timesteps is less than an iteration of {size * NUM_RANKS} steps")
         if self.e_auxiliary > 0:
             size, number = self.n_iteration * self.num_envs, self.num_aux_rollouts
             require(size % number == 0, f"num_aux_rollouts ({number}) must divide n_iteration * num_envs ({size})")
@@ -188,6 +201,15 @@ class Args:
         require(one_lr or not self.single_optimizer, "single_optimizer: aux_learning_rate must be learning_rate")
         gpu = self.cuda and torch.cuda.is_available()
         require(gpu or self.aux_device != "cuda", "aux_device: there is no GPU in use")
+        require(not gpu or torch.cuda.device_count() > LOCAL_RANK, "there are more ranks than GPUs on this machine")
+        if self.aux_dtype == "auto":
+            cpu = Path("/proc/cpuinfo")
+            fast = (
+                torch.cuda.get_device_capability() >= (8, 0)
+                if gpu
+                else (cpu.exists() and "avx512_bf16" in cpu.read_text())
+            )
+            self.aux_dtype = "bfloat16" if fast else "float32"
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
 
@@ -375,6 +397,70 @@ class Agent(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Speed, and several processes
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed activations: to map them anew at each update costs a third of the time on a CPU."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+class CudaGraph:
+    """A function from tensors by name to tensors by name, recorded at its fourth call and from then on launched as a
+    whole, in the time that one kernel takes. The calls before warm it up on real work, so that no state needs to be put
+    back. Shapes and the tensors that the function changes must stay the same."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function, self.num_calls = function, 0
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.num_calls += 1
+        if self.num_calls < 4:
+            return self.function(**inputs)
+        if self.num_calls == 4:
+            self.graph, self.inputs = torch.cuda.CUDAGraph(), {name: x.clone() for name, x in inputs.items()}
+            # thread_local: NCCL's own thread may go on meanwhile
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self.outputs = self.function(**self.inputs)
+        for name, x in inputs.items():
+            self.inputs[name].copy_(x)
+        self.graph.replay()
+        return {name: x.clone() for name, x in self.outputs.items()}  # the next call overwrites them
+
+
+@contextlib.contextmanager
+def other_ranks():
+    """A rank that is gone fails the operations of the others: not their fault, and no reason for a traceback."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Stopped(f"rank {RANK} has lost another rank ({str(error).splitlines()[0]})", 1) from None
+
+
+def sync_grads(params: list[nn.Parameter]) -> None:
+    """Average the gradients over all ranks, in one message. Deterministic, and the same bits on every rank."""
+    if NUM_RANKS > 1:
+        grads = [param.grad for param in params if param.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        with other_ranks():
+            dist.all_reduce(flat)
+        for grad, mean in zip(grads, (flat / NUM_RANKS).split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+
+def gather(x) -> list:
+    """x of every rank, on every rank, in the ranks' order. For what is not large: it goes through pickle."""
+    everyone = [x] * NUM_RANKS
+    if NUM_RANKS > 1:
+        with other_ranks():
+            dist.all_gather_object(everyone, x)
+    return everyone
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The algorithm as functions of tensors
 
 
@@ -448,43 +534,43 @@ def policy_phase_loss(agent, args, train_policy, train_value, obs, actions, old_
     return loss, stats
 
 
-def auxiliary_phase_loss(agent, args, precision, obs, old_logprobs, returns):
+def auxiliary_phase_loss(agent, args, obs, old_logprobs, returns):
     """L_joint + L_value on a minibatch of full rollouts, and what of it is recorded."""
-    with precision:
-        logits, values, aux_values = (output.float() for output in agent(obs))
+    logits, values, aux_values = agent(obs)
     kl_loss, aux_value_loss, real_value_loss = aux_loss(logits, old_logprobs, values, aux_values, returns)
     loss = aux_value_loss + args.beta_clone * kl_loss + real_value_loss
     return loss, {"kl_loss": kl_loss, "aux_value_loss": aux_value_loss, "real_value_loss": real_value_loss}
 
 
-def update(optimizer, loss_fn: Callable, minibatch: dict, num_parts: int, max_grad_norm: float) -> dict:
-    """One optimizer step on the mean of loss_fn over a minibatch, run in num_parts parts of which only one at a time
-    holds activations. Gives scalar tensors by name: they stay on the device, nothing waits for it."""
+def update(optimizer, loss_fn: Callable, num_parts: int, max_grad_norm: float, **minibatch: torch.Tensor) -> dict:
+    """One optimizer step on the mean of loss_fn over a minibatch (of each rank), run in num_parts parts of which only
+    one at a time holds activations. Gives scalar tensors by name: they stay on the device, nothing waits for it."""
     optimizer.zero_grad()  # (critical!) or the gradients of another phase leak into this step
     totals: dict[str, torch.Tensor] = {}
-    batch_size = len(minibatch["returns"])
+    batch_size, params = len(minibatch["returns"]), optimizer.param_groups[0]["params"]
     for part in zip(*(tensor.chunk(num_parts) for tensor in minibatch.values()), strict=True):
         loss, stats = loss_fn(**dict(zip(minibatch, part, strict=True)))
         share = len(part[0]) / batch_size
         (loss * share).backward()
         totals = {name: totals.get(name, 0) + value.detach() * share for name, value in stats.items()}
-    params = optimizer.param_groups[0]["params"]
+    sync_grads(params)
     totals["grad_norm"] = nn.utils.clip_grad_norm_(params, max_grad_norm or math.inf)
     optimizer.step()
     return totals | {"weight_norm": nn.utils.get_total_norm([param.detach() for param in params])}
 
 
-def select_samples(batch: dict[str, torch.Tensor], inds: torch.Tensor) -> dict[str, torch.Tensor]:
+def select_samples(inds: torch.Tensor, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
     """Samples inds (B,) of tensors (T * N, ...)."""
     return {name: tensor[inds] for name, tensor in batch.items()}
 
 
-def select_rollouts(buffer: dict[str, torch.Tensor], inds: torch.Tensor) -> dict[str, torch.Tensor]:  # [PPG-2]
-    """Full rollouts inds (R,), slot * N + game, of tensors (N_pi, T, N, ...), as (R * T, ...) on inds' device."""
-    num_envs, selected = buffer["returns"].shape[2], {}
+def select_rollouts(device: torch.device, inds: torch.Tensor, **buffer: torch.Tensor) -> dict:  # [PPG-2]
+    """Full rollouts inds (R,), slot * N + game, of tensors (N_pi, T, N, ...), as (R * T, ...) on the device. inds are
+    on the host, and so may tensors be: from pinned memory they are copied while the GPU works on what came before."""
+    selected = {}
     for name, tensor in buffer.items():
-        slot, env = (inds // num_envs).to(tensor.device), (inds % num_envs).to(tensor.device)
-        selected[name] = tensor[slot, :, env].flatten(0, 1).to(inds.device)
+        rollouts = [tensor[i // tensor.shape[2], :, i % tensor.shape[2]] for i in inds.tolist()]
+        selected[name] = torch.cat([rollout.to(device, non_blocking=True) for rollout in rollouts])
     return selected
 
 
@@ -535,7 +621,7 @@ class Records:
     """A row an iteration to metrics.csv, TensorBoard and, if asked, Weights & Biases; progress to the console."""
 
     def __init__(self, args: Args, run_dir: Path, state: dict | None) -> None:
-        self.step, self.total = state["step"] if state else 0, args.num_iterations * args.batch_size
+        self.step, self.total = state["step"] if state else 0, args.num_iterations * NUM_RANKS * args.batch_size
         try:
             self.csv = open(run_dir / "metrics.csv", "r+" if state else "x", newline="")
             fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it, however the process ends
@@ -582,6 +668,9 @@ class Records:
             done = f"step {self.step:>11,} {self.step / self.total:6.1%} | return {mean_return:6.2f}"
             print(f"{done} | {row['charts/SPS']:7,.0f} steps/s | ETA {eta:>8} | {times}", flush=True)
 
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
     def video(self, path: Path, gif: bytes, step: int) -> None:
         image = Summary.Image(height=256, width=256, colorspace=3, encoded_image_string=gif)
         self.tensorboard.file_writer.add_summary(Summary(value=[Summary.Value(tag="video", image=image)]), step)
@@ -604,6 +693,18 @@ class Records:
             self.wandb.finish(exit_code=int(error is not None))
         self.tensorboard.close()
         self.csv.close()
+
+
+class NoRecords(contextlib.nullcontext):
+    """Of a rank that is not the first."""
+
+    bar = tqdm(disable=True)
+
+    def say(self, line: str) -> None:
+        pass
+
+    def write(self, row: dict[str, float]) -> None:
+        pass
 
 
 class RandomState:
@@ -672,12 +773,14 @@ def describe(args: Args) -> dict:
 def fetch_stats(
     updates: list[dict], prefix: str, where: str, run_dir: Path, select: Callable, inds: torch.Tensor
 ) -> dict:
-    """The statistics of an epoch's updates in one copy to the host: prefix + name to an array, one number an update.
+    """The statistics of an epoch's updates, means over all ranks, in one copy to the host: prefix + name to an array,
+    one number an update.
 
     Stopped for the first update k in which one is not finite, once all that is known of it, its minibatch
     select(inds[k]) too, is in nonfinite.json.
     """
     table = torch.stack([torch.stack(list(stats.values())) for stats in updates]).cpu().numpy()
+    table = np.mean(gather(table), 0)
     if not np.isfinite(table).all():
         k, column = np.argwhere(~np.isfinite(table))[0]  # of that update the quantity that is computed first
         message = f"{list(updates[k])[column]} is {table[k, column]} at update {k + 1} of {len(table)} of the {where}"
@@ -686,7 +789,8 @@ def fetch_stats(
             x = tensor.float()
             report["minibatch"][name] = {"shape": list(x.shape), "not_finite": int((~x.isfinite()).sum())}
             report["minibatch"][name] |= {f: getattr(x, f)().item() for f in ("min", "max", "mean", "std")}
-        (run_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n")
+        if RANK == 0:
+            (run_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n")
         raise Stopped(message, 1)
     return {prefix + name: column for name, column in zip(updates[0], table.T, strict=True)}
 
@@ -755,26 +859,27 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
 # Training
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep freed activations: to map them anew at each update costs a third of the time on a CPU."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
 def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     """Algorithm 1 of the paper. What must be undone in the end, however it comes, is entered into cleanup."""
     # ---- set-up
     run_dir = Path(args.run_dir)
+    device = torch.device(f"cuda:{LOCAL_RANK}" if args.cuda and torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if NUM_RANKS > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
+        cleanup.callback(dist.destroy_process_group)
     checkpoint = load_checkpoint(run_dir / "checkpoint.pt") if args.resume else None
-    records = cleanup.enter_context(Records(args, run_dir, checkpoint and checkpoint["records"]))
+    records = Records(args, run_dir, checkpoint and checkpoint["records"]) if RANK == 0 else NoRecords()
+    cleanup.enter_context(records)
     stop = cleanup.enter_context(StopSignals())
+    T, N, batch_size, num_iterations = args.num_steps, args.num_envs, args.batch_size, args.num_iterations
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    T, N, batch_size, num_iterations = args.num_steps, args.num_envs, args.batch_size, args.num_iterations
+    # what a rank draws is its own; what all begin with, the weights, comes from args.seed itself
+    rank_seed = int(np.random.SeedSequence([args.seed, RANK]).generate_state(1)[0]) % NUM_LEVELS if RANK else args.seed
 
     def make_envs(num_envs: int, **options) -> ProcgenVectorEnv:
         defaults = {"num_levels": args.num_levels, "start_level": args.start_level, "num_threads": args.env_threads}
@@ -782,77 +887,143 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         cleanup.callback(envs.close)
         return envs
 
-    envs = make_envs(N, seed=args.seed)
+    envs = make_envs(N, seed=rank_seed)
     obs_shape, num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
-    episodes, reward_normalizer = EpisodeStatistics(N), RewardNormalizer(N, args.reward_gamma)
+    # of all ranks, and the same on each
+    episodes = EpisodeStatistics(NUM_RANKS * N)
+    reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
     agent = Agent(args.arch, num_actions).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)  # [PPG-6]
-    value_optimizer = aux_optimizer = optimizer
+    if RANK > 0:
+        torch.manual_seed(rank_seed)
+
+    def make_optimizer(lr: float) -> torch.optim.Adam:
+        lr = torch.tensor(lr, device=device)  # a number would be the same for ever in a CUDA graph
+        return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=on_gpu)  # [PPG-6]
+
+    optimizer = value_optimizer = aux_optimizer = make_optimizer(args.learning_rate)
     if not args.single_optimizer:
-        value_optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-8)  # for E_pi != E_V
-        aux_optimizer = torch.optim.Adam(agent.parameters(), lr=args.aux_learning_rate, eps=1e-8)  # [PPG-5]
+        value_optimizer = make_optimizer(args.learning_rate)  # for E_pi != E_V
+        aux_optimizer = make_optimizer(args.aux_learning_rate)  # [PPG-5]
+    optimizers = (optimizer, value_optimizer, aux_optimizer)
 
     # ---- speed: the loop is the same whatever is chosen here
-    part_size = 512 if device.type == "cpu" else 2**31  # more does not pay on a CPU, and takes gigabytes
+    part_size = 2**31 if on_gpu else 512  # more does not pay on a CPU, and takes gigabytes
     num_parts = args.num_grad_accum or math.ceil(args.minibatch_size / part_size)
     num_aux_parts = args.num_aux_grad_accum or math.ceil(args.num_aux_rollouts * T / part_size)
-    aux_precision = torch.autocast(device.type, torch.bfloat16, enabled=args.aux_dtype == "bfloat16")
-    if device.type == "cpu":
+    fast_agent, graphed = agent, lambda function: function
+    if on_gpu:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = args.tf32
+        torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+        if args.compile:  # force: else it gives up channels_last, as no convolution has more than 64 channels
+            options = {"force_layout_optimization": True, "coordinate_descent_tuning": True}
+            fast_agent = torch.compile(agent, fullgraph=True, dynamic=False, options=options)
+        if args.cuda_graphs:
+            graphed = CudaGraph
+            torch.cuda.set_stream(torch.cuda.Stream())  # on the default one nothing can be recorded
+    else:
         keep_freed_memory()
+
+    def in_precision(dtype: str) -> Callable:
+        # a weight's cast, kept, would be that of old weights in a CUDA graph
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
+
+        def forward(obs: torch.Tensor, **which: bool) -> list[torch.Tensor | None]:
+            with autocast:
+                return [x if x is None else x.float() for x in fast_agent(obs, **which)]
+
+        return forward
+
+    policy_agent, aux_agent = in_precision(args.policy_dtype), in_precision(args.aux_dtype)
+
+    single_network = args.arch != "dual"  # its values come along with the actions, for nothing
+
+    def upload(array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor
+
+    @graphed
+    @torch.no_grad()
+    def act(obs: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits, values, _ = policy_agent(obs, value=single_network)
+        actions, logprobs = sample_action(logits)
+        return {"actions": actions, "logprobs": logprobs} | ({"values": values} if single_network else {})
+
+    def make_update(opt: torch.optim.Optimizer, loss_fn: Callable, parts: int) -> Callable:
+        return graphed(partial(update, opt, loss_fn, parts, args.max_grad_norm))
+
+    loss_fn = partial(policy_phase_loss, policy_agent, args)
+    if args.e_policy == args.e_value:
+        epochs = [make_update(optimizer, partial(loss_fn, True, True), num_parts)] * args.e_policy
+    else:
+        epochs = [make_update(value_optimizer, partial(loss_fn, False, True), num_parts)] * args.e_value
+        epochs += [make_update(optimizer, partial(loss_fn, True, False), num_parts)] * args.e_policy
+    aux_update = make_update(aux_optimizer, partial(auxiliary_phase_loss, aux_agent, args), num_aux_parts)
 
     # ---- storage
     num_slots = args.n_iteration if args.e_auxiliary > 0 else 1
     aux_bytes = num_slots * batch_size * math.prod(obs_shape)
-    aux_device = torch.device(device.type if args.aux_device == "auto" else args.aux_device)
-    if args.aux_device == "auto" and device.type == "cuda":
+    aux_device = device if args.aux_device != "cpu" else torch.device("cpu")
+    if args.aux_device == "auto" and on_gpu:
         part = max(args.minibatch_size / num_parts, args.num_aux_rollouts * T / num_aux_parts)
         if aux_bytes + 2e9 + 4e6 * part > torch.cuda.mem_get_info()[0]:  # 4 MB of activations a sample
             aux_device = torch.device("cpu")
-    pinned = aux_device != device
-    aux_obs = torch.empty((num_slots, T, N, *obs_shape), dtype=torch.uint8, device=aux_device, pin_memory=pinned)
+    if aux_device == device:
+        aux_obs = torch.empty((num_slots, T, N, *obs_shape), dtype=torch.uint8, device=device)
+    else:  # a game's rollout lies together, so that it can be copied to the GPU as it is
+        aux_obs = torch.empty((num_slots, N, T, *obs_shape), dtype=torch.uint8, pin_memory=True).transpose(1, 2)
+        rollout_obs = torch.empty((T, N, *obs_shape), dtype=torch.uint8, device=device)
     aux_returns = torch.empty((num_slots, T, N), device=device)
-    aux_old_logprobs = torch.empty((num_slots, T, N, num_actions), device=device)
-    rollout_obs = torch.empty((T, N, *obs_shape), dtype=torch.uint8, device=device) if pinned else None
-    actions = torch.empty((T, N), dtype=torch.int64, device=device)
-    logprobs = torch.empty((T, N), device=device)
+    rollout = {"actions": torch.empty((T, N), dtype=torch.int64, device=device)}
+    rollout |= {name: torch.empty((T, N), device=device) for name in ("logprobs", "values")}
     rewards = np.empty((T, N), np.float32)
     firsts, dones = np.empty((T, N), bool), np.empty((T, N), bool)  # the step began, ended an episode
     next_done = np.ones(N, bool)  # next_obs begins an episode
 
     # ---- start, or continue from a checkpoint, which stands at the end of a phase: the buffer is empty there
     stateful = {"agent": agent, "optimizer": optimizer, "value_optimizer": value_optimizer}
-    stateful |= {"aux_optimizer": aux_optimizer, "envs": envs, "episodes": episodes, "rewards": reward_normalizer}
-    stateful |= {"random": RandomState(device)}
+    stateful |= {"aux_optimizer": aux_optimizer, "episodes": episodes, "rewards": reward_normalizer}
+    stateful_by_rank = {"envs": envs, "random": RandomState(device)}
     start_iteration, start_time = 0, time.perf_counter()
     if checkpoint:
         for name, thing in stateful.items():
             thing.load_state_dict(checkpoint[name])
-        start_iteration, next_done = checkpoint["iteration"], checkpoint["next_done"].numpy()
+        for opt in optimizers:
+            opt.param_groups[0]["lr"] = opt.param_groups[0]["lr"].to(device)  # which Adam leaves where it was loaded
+        own = checkpoint["ranks"][RANK]
+        for name, thing in stateful_by_rank.items():
+            thing.load_state_dict(own[name])
+        start_iteration, next_done = checkpoint["iteration"], own["next_done"].numpy()
         start_time -= checkpoint["wall_time"]
     next_obs, _ = envs.reset()
 
     def save(iteration: int) -> None:
-        state = {
-            "algorithm": ALGORITHM,
-            "args": asdict(args),
-            "iteration": iteration,
-            "next_done": torch.tensor(next_done),
-        }
+        own = {name: thing.state_dict() for name, thing in stateful_by_rank.items()}
+        ranks = gather(own | {"next_done": torch.tensor(next_done)})
+        if RANK > 0:
+            return
+        state = {"algorithm": ALGORITHM, "args": asdict(args), "iteration": iteration, "ranks": ranks}
         state |= {name: thing.state_dict() for name, thing in (stateful | {"records": records}).items()}
         data = serialize(state | {"wall_time": time.perf_counter() - start_time})
         write_atomically(run_dir / "checkpoint.pt", hashlib.sha256(data).digest() + data)
 
     save(start_iteration)  # a new run can be resumed from its first moment, an extended one stays extended
     num_phases = num_iterations // (args.n_iteration * args.aux_interval) if args.e_auxiliary > 0 else 0
-    levels, done = args.num_levels or "all", start_iteration * batch_size
-    print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
-    print(f"{num_iterations:,} iterations of {N} x {T} = {num_iterations * batch_size:,} steps, from step {done:,}")
-    print(f"{args.arch} on {device}, {num_phases:,} auxiliary phases over {aux_bytes / 1e9:.1f} GB on {aux_device}")
+    levels, steps, done = (
+        args.num_levels or "all",
+        num_iterations * NUM_RANKS * batch_size,
+        start_iteration * batch_size,
+    )
+    ranks = f"{NUM_RANKS} ranks x " if NUM_RANKS > 1 else ""
+    records.say(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
+    records.say(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {NUM_RANKS * done:,}")
+    what = f"{num_phases:,} auxiliary phases in {args.aux_dtype} over {aux_bytes / 1e9:.1f} GB on {aux_device}"
+    records.say(f"{args.arch} on {device}, {what}")
 
     # ---- evaluation: on levels outside of the training range and, where training is restricted to some, on those. The
     # games last the whole run, since procgen leaks memory when they are destroyed
     eval_envs = {}
-    if args.eval_interval > 0 or args.capture_video:
+    if RANK == 0 and (args.eval_interval > 0 or args.capture_video):
         end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
         unseen = {"start_level": end_level, "num_levels": NUM_LEVELS - end_level, "seed": NUM_LEVELS - args.seed}
         eval_envs["test"] = make_envs(args.eval_episodes, **unseen)
@@ -867,82 +1038,80 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock = [time.perf_counter()]
         records.bar.set_description("policy phase")
-        global_step, slot = iteration * batch_size, (iteration - 1) % num_slots
+        global_step, slot = iteration * NUM_RANKS * batch_size, (iteration - 1) % num_slots
         where = f"of iteration {iteration}, step {global_step:,}"
         remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0  # by global progress alone
-        for opt in (optimizer, value_optimizer, aux_optimizer):
-            opt.param_groups[0]["lr"] = remaining * opt.defaults["lr"]
+        for opt, lr in zip(optimizers, (args.learning_rate, args.learning_rate, args.aux_learning_rate), strict=True):
+            opt.param_groups[0]["lr"].fill_(remaining * lr)
 
         # -- rollout, straight into its slot of the buffer
-        obs = aux_obs[slot] if rollout_obs is None else rollout_obs
+        obs = aux_obs[slot] if aux_device == device else rollout_obs
         for t in range(T):
             stop.check()
-            obs[t] = torch.from_numpy(next_obs)
+            obs[t] = upload(next_obs)
             firsts[t] = next_done
-            with torch.no_grad():
-                actions[t], logprobs[t] = sample_action(agent(obs[t], value=False)[0])
-            envs.step_async(actions[t].cpu().numpy())  # waits for the GPU
+            for name, x in act(obs=obs[t]).items():
+                rollout[name][t] = x
+            envs.step_async(rollout["actions"][t].cpu().numpy())  # waits for the GPU
             next_obs, rewards[t], terminated, truncated, _ = envs.step_wait()
             dones[t] = next_done = terminated | truncated
-            records.bar.update(N)
-        if rollout_obs is not None:
-            aux_obs[slot].copy_(rollout_obs)
+            records.bar.update(NUM_RANKS * N)
+        if aux_device != device:
+            aux_obs[slot].transpose(0, 1).copy_(obs.transpose(0, 1))
         if not np.isfinite(rewards).all():
             raise Stopped(f"a reward is not finite in the rollout {where}", 1)
-        episode_returns, episode_lengths = episodes.update(rewards, dones)
+        all_rewards, all_firsts, all_dones = (np.concatenate(gather(x), 1) for x in (rewards, firsts, dones))
+        episode_returns, episode_lengths = episodes.update(all_rewards, all_dones)
 
-        # -- values of the T * N observations and of the N after them, in large batches; then advantages
+        # -- values of the T * N observations, if they are still to do in large batches, and of the N after them
         b_obs = obs.flatten(0, 1)
-        chunks = (*b_obs.chunk(args.num_minibatches * num_parts), torch.from_numpy(next_obs).to(device))
         with torch.no_grad():
-            values = torch.cat([agent(chunk, policy=False)[1] for chunk in chunks]).view(T + 1, N)
-        normalized_rewards = torch.from_numpy(reward_normalizer(rewards, firsts)).to(device)
-        ended = torch.from_numpy(dones).to(device, torch.float32)
-        advantages = compute_gae(normalized_rewards, values, ended, args.gamma, args.gae_lambda)
+            chunks = () if single_network else b_obs.chunk(args.num_minibatches * num_parts)
+            values = [policy_agent(chunk, policy=False)[1] for chunk in chunks] or [rollout["values"].flatten()]
+            values = torch.cat([*values, policy_agent(upload(next_obs), policy=False)[1]]).view(T + 1, N)
+
+        # -- advantages: rewards and advantages are normalised over all ranks
+        normalized_rewards = reward_normalizer(all_rewards, all_firsts)[:, RANK * N : (RANK + 1) * N]
+        ended = upload(dones.astype(np.float32))
+        advantages = compute_gae(upload(normalized_rewards), values, ended, args.gamma, args.gae_lambda)
         returns = aux_returns[slot] = advantages + values[:-1]
-        advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)  # [PPG-4]
+        std, mean = torch.std_mean(torch.cat(gather(advantages.cpu())), correction=0)
+        advantages = (advantages - mean.item()) / (std.item() + 1e-8)  # [PPG-4]
         clock.append(time.perf_counter())
 
         # -- policy phase
+        actions, logprobs = rollout["actions"], rollout["logprobs"]
         batch = {"obs": b_obs, "actions": actions.flatten(), "old_logprobs": logprobs.flatten()}
         batch |= {"advantages": advantages.flatten(), "returns": returns.flatten(), "values": values[:-1].flatten()}
-        if args.e_policy == args.e_value:
-            epochs = [(True, True, optimizer)] * args.e_policy
-        else:
-            epochs = [(False, True, value_optimizer)] * args.e_value + [(True, False, optimizer)] * args.e_policy
         stats: list[dict[str, np.ndarray]] = []
-        for train_policy, train_value, opt in epochs:
-            loss_fn = partial(policy_phase_loss, agent, args, train_policy, train_value)
+        for step in epochs:
             b_inds = torch.randperm(batch_size, device=device).view(args.num_minibatches, -1)
             updates = []
             for mb_inds in b_inds:
                 stop.check()
-                minibatch = select_samples(batch, mb_inds)
-                updates.append(update(opt, loss_fn, minibatch, num_parts, args.max_grad_norm))
-            select = partial(select_samples, batch)
+                updates.append(step(**select_samples(mb_inds, **batch)))
+            select = partial(select_samples, **batch)
             stats.append(fetch_stats(updates, "losses/", f"policy phase {where}", run_dir, select, b_inds))
         clock.append(time.perf_counter())
 
         # -- auxiliary phase [PPG-1]
         if args.e_auxiliary > 0 and iteration % (args.n_iteration * args.aux_interval) == 0:
-            for i in range(num_slots):  # pi_old: (critical!) the policy as it stands now, not as it was in the rollouts
+            old_logprobs = []  # pi_old: (critical!) the policy as it stands now, not as it was in the rollouts
+            for inds in torch.arange(num_slots * N).view(-1, args.num_aux_rollouts):
                 stop.check()
-                chunks = aux_obs[i].flatten(0, 1).chunk(args.num_minibatches * num_parts)
-                with torch.no_grad(), aux_precision:
-                    logits = torch.cat([agent(chunk.to(device), value=False)[0] for chunk in chunks])
-                aux_old_logprobs[i] = logits.float().log_softmax(-1).view(T, N, -1)
-            buffer = {"obs": aux_obs, "old_logprobs": aux_old_logprobs, "returns": aux_returns}
-            loss_fn = partial(auxiliary_phase_loss, agent, args, aux_precision)
+                with torch.no_grad():
+                    for part in select_rollouts(device, inds, obs=aux_obs)["obs"].chunk(num_aux_parts):
+                        old_logprobs.append(aux_agent(part, value=False)[0].log_softmax(-1))
+            aux_old_logprobs = torch.cat(old_logprobs).view(num_slots, N, T, num_actions).transpose(1, 2)
+            select = partial(select_rollouts, device, obs=aux_obs, old_logprobs=aux_old_logprobs, returns=aux_returns)
             for epoch in range(args.e_auxiliary):
                 records.bar.set_description(f"auxiliary epoch {epoch + 1}")
-                aux_inds = torch.randperm(num_slots * N, device=device).view(-1, args.num_aux_rollouts)
+                aux_inds = torch.randperm(num_slots * N).view(-1, args.num_aux_rollouts)
                 aux_inds = aux_inds[: args.num_aux_minibatches or None]
                 updates = []
                 for mb_inds in aux_inds:
                     stop.check()
-                    minibatch = select_rollouts(buffer, mb_inds)
-                    updates.append(update(aux_optimizer, loss_fn, minibatch, num_aux_parts, args.max_grad_norm))
-                select = partial(select_rollouts, buffer)
+                    updates.append(aux_update(**select(mb_inds)))
                 stats.append(fetch_stats(updates, "losses/aux/", f"auxiliary phase {where}", run_dir, select, aux_inds))
         clock.append(time.perf_counter())
 
@@ -953,10 +1122,11 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             row["charts/episodic_length"] = float(episode_lengths.mean())
         if len(episodes.last_returns) > 0:
             row["charts/mean_return_100"] = float(episodes.last_returns.mean())
-        row["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        row["charts/learning_rate"] = remaining * args.learning_rate
         for name in dict.fromkeys(name for epoch in stats for name in epoch):  # means over all updates of the iteration
             row[name] = float(np.concatenate([epoch[name] for epoch in stats if name in epoch]).mean())
-        row["losses/explained_variance"] = explained_variance(values[:-1], returns).item()
+        all_values, all_returns = (torch.cat(gather(x.cpu())) for x in (values[:-1], returns))
+        row["losses/explained_variance"] = explained_variance(all_values, all_returns).item()
         is_last = iteration == num_iterations
         if eval_envs and (is_last or (args.eval_interval > 0 and iteration % args.eval_interval == 0)):
             for split, test_envs in eval_envs.items():
@@ -978,9 +1148,9 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         for name, begin, end in zip(PHASES, clock[:-1], clock[1:], strict=True):
             row[f"time/{name}"] = end - begin
         row["wall_time"] = clock[-1] - start_time
-        row["charts/SPS"] = (iteration - start_iteration) * batch_size / (clock[-1] - session_start)
+        row["charts/SPS"] = (iteration - start_iteration) * NUM_RANKS * batch_size / (clock[-1] - session_start)
         phase_ends = iteration % (args.n_iteration if args.e_auxiliary > 0 else args.checkpoint_interval) == 0
-        if phase_ends or is_last:
+        if RANK == 0 and (phase_ends or is_last):
             write_atomically(run_dir / "agent.pt", serialize({k: x.cpu() for k, x in agent.state_dict().items()}))
         records.write(row)
         if phase_ends or (is_last and args.e_auxiliary == 0):
@@ -1000,26 +1170,32 @@ def main(args: Args) -> None:
             rows = (run_dir / "metrics.csv").read_text().split("\n")[:-1]  # after the last newline stands half a row
             if rows and rows[-1].split(",")[0] == str(args.num_iterations):
                 return print(f"{run_dir} is finished; a larger --total-timesteps extends it")
-        else:
+        elif RANK == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "args.json").touch(exist_ok=False)
             shutil.copy(__file__, run_dir)
-        write_atomically(run_dir / "args.json", (json.dumps(about, indent=2) + "\n").encode())
+        if RANK == 0:
+            write_atomically(run_dir / "args.json", (json.dumps(about, indent=2) + "\n").encode())
     except (OSError, json.JSONDecodeError) as error:
         raise UsageError(f"{run_dir} cannot be used, or holds a run to --resume: {error}") from None
     try:
         with contextlib.ExitStack() as cleanup:
             train(args, cleanup)
-        return print(f"finished; weights, metrics and checkpoint are in {run_dir}")
+        return print(f"finished; weights, metrics and checkpoint are in {run_dir}") if RANK == 0 else None
     except Stopped as stopped:
         reason, code = stopped.args
+    except torch.OutOfMemoryError as error:
+        advice = "--num-grad-accum 2 or --num-aux-grad-accum 2 (or more) runs minibatches in parts, for the same step;"
+        advice += " --aux-device cpu keeps the buffer in host memory"
+        reason, code = f"the GPU's memory is full; {advice} ({str(error).partition('. ')[0]})", 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         reason, code = error, 1
     print(f"stopped: {reason}", file=sys.stderr)
-    if (run_dir / "checkpoint.pt").exists():
-        command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
+    if RANK == 0 and (run_dir / "checkpoint.pt").exists():
+        launch = ["python"] if NUM_RANKS == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+        command = shlex.join([*launch, sys.argv[0], "--resume", str(run_dir)])
         print(f"the last checkpoint is whole, to continue: {command}", file=sys.stderr)
     sys.exit(code)
 
@@ -1035,6 +1211,10 @@ def parse_args() -> Args:
     names = [field.name for field in fields(Args) if field.init]
     if checkpoint.get("algorithm") != ALGORITHM or not set(names) <= set(checkpoint["args"]):
         raise UsageError(f"{resume} is no run of this version of {Path(__file__).name}")
+    if (num_ranks := checkpoint["args"]["num_ranks"]) != NUM_RANKS:
+        raise UsageError(
+            f"{resume} has {num_ranks} ranks, not {NUM_RANKS}: torchrun --nproc-per-node sets their number"
+        )
     values = {name: checkpoint["args"][name] for name in names} | {"resume": resume, "run_dir": resume}
     try:
         saved = Args(**values)

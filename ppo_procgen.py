@@ -42,12 +42,14 @@ import uuid
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import tyro
@@ -61,6 +63,10 @@ with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which pr
     from procgen import ProcgenGym3Env
 
 ALGORITHM = "ppo"
+# torchrun starts several ranks, each with environments of its own, and tells them so; alone there is rank 0 of 1
+RANK, LOCAL_RANK, NUM_RANKS = (
+    int(os.environ.get(k, d)) for k, d in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)]
+)
 # fmt: off
 Game = Literal["bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
                "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"]
@@ -88,6 +94,9 @@ class Args:
     resume: str = ""  # run folder to continue, its arguments included; a larger total_timesteps extends it
     checkpoint_interval: int = 32  # iterations between checkpoints where no auxiliary phase ends with one
     cuda: bool = True  # use the GPU if there is one
+    compile: bool = True  # on a GPU: compile the networks with torch.compile
+    cuda_graphs: bool = True  # on a GPU: launch an update, or a step's actions, as one CUDA graph
+    tf32: bool = True  # on a GPU: multiply float32 numbers in TensorFloat-32
     track: bool = False  # also send the records to Weights & Biases (pip install wandb)
     wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
@@ -113,6 +122,7 @@ class Args:
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     reward_gamma: float | None = None  # discount of the reward normalisation (default: gamma; reference code: 0.99)
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
+    policy_dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the networks in rollout and policy phase
     num_grad_accum: int = 0  # parts, at most, to run a minibatch in: same step, less memory; 0: 1, on a CPU of 512
     update_epochs: int = 3  # epochs over the N * T samples
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: not clipped
@@ -121,6 +131,7 @@ class Args:
     clip_vloss: bool = True  # clip the value loss with clip_coef
     max_grad_norm: float = 0.5  # clip the gradient to this norm; 0: not clipped
     # ---- derived
+    num_ranks: int = field(init=False)
     batch_size: int = field(init=False)
     minibatch_size: int = field(init=False)
     num_iterations: int = field(init=False)
@@ -154,8 +165,11 @@ class Args:
         size = self.batch_size = self.num_envs * self.num_steps
         self.minibatch_size, remainder = divmod(size, self.num_minibatches)
         require(remainder == 0, f"num_minibatches ({self.num_minibatches}) must divide num_envs * num_steps ({size})")
-        self.num_iterations = self.total_timesteps // size
-        require(self.num_iterations > 0, f"total_timesteps is less than an iteration of {size} steps")
+        self.num_ranks = NUM_RANKS
+        self.num_iterations = self.total_timesteps // (size * NUM_RANKS)
+        require(self.num_iterations > 0, f"total_timesteps is less than an iteration of {size * NUM_RANKS} steps")
+        gpu = self.cuda and torch.cuda.is_available()
+        require(not gpu or torch.cuda.device_count() > LOCAL_RANK, "there are more ranks than GPUs on this machine")
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
 
@@ -316,6 +330,70 @@ class Agent(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Speed, and several processes
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep freed activations: to map them anew at each update costs a third of the time on a CPU."""
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+class CudaGraph:
+    """A function from tensors by name to tensors by name, recorded at its fourth call and from then on launched as a
+    whole, in the time that one kernel takes. The calls before warm it up on real work, so that no state needs to be put
+    back. Shapes and the tensors that the function changes must stay the same."""
+
+    def __init__(self, function: Callable) -> None:
+        self.function, self.num_calls = function, 0
+
+    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.num_calls += 1
+        if self.num_calls < 4:
+            return self.function(**inputs)
+        if self.num_calls == 4:
+            self.graph, self.inputs = torch.cuda.CUDAGraph(), {name: x.clone() for name, x in inputs.items()}
+            # thread_local: NCCL's own thread may go on meanwhile
+            with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+                self.outputs = self.function(**self.inputs)
+        for name, x in inputs.items():
+            self.inputs[name].copy_(x)
+        self.graph.replay()
+        return {name: x.clone() for name, x in self.outputs.items()}  # the next call overwrites them
+
+
+@contextlib.contextmanager
+def other_ranks():
+    """A rank that is gone fails the operations of the others: not their fault, and no reason for a traceback."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Stopped(f"rank {RANK} has lost another rank ({str(error).splitlines()[0]})", 1) from None
+
+
+def sync_grads(params: list[nn.Parameter]) -> None:
+    """Average the gradients over all ranks, in one message. Deterministic, and the same bits on every rank."""
+    if NUM_RANKS > 1:
+        grads = [param.grad for param in params if param.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        with other_ranks():
+            dist.all_reduce(flat)
+        for grad, mean in zip(grads, (flat / NUM_RANKS).split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(mean.view_as(grad))
+
+
+def gather(x) -> list:
+    """x of every rank, on every rank, in the ranks' order. For what is not large: it goes through pickle."""
+    everyone = [x] * NUM_RANKS
+    if NUM_RANKS > 1:
+        with other_ranks():
+            dist.all_gather_object(everyone, x)
+    return everyone
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The algorithm as functions of tensors
 
 
@@ -367,34 +445,36 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> torch.Ten
     return torch.where(returns.var() > 0, 1 - (returns - values).var() / returns.var(), torch.nan)
 
 
-def minibatch_loss(agent, args, obs, actions, old_logprobs, advantages, returns, values):
+def policy_phase_loss(agent, args, obs, actions, old_logprobs, advantages, returns, values):
     """PPO's loss on a minibatch, and what of it is recorded. values: those of the rollout."""
     logits, new_values = agent(obs)
     names = ("policy_loss", "entropy", "old_approx_kl", "approx_kl", "clipfrac")
-    stats = dict(zip(names, ppo_loss(logits, actions, old_logprobs, advantages, args.clip_coef), strict=True))
+    terms = ppo_loss(logits, actions, old_logprobs, advantages, args.clip_coef)
+    stats = dict(zip(names, terms, strict=True))
+    loss = stats["policy_loss"] - args.ent_coef * stats["entropy"]
     v_loss = 0.5 * value_loss(new_values, returns, values, args.clip_coef if args.clip_vloss else None)
-    loss = stats["policy_loss"] - args.ent_coef * stats["entropy"] + args.vf_coef * v_loss
-    return loss, stats | {"value_loss": v_loss}
+    loss, stats["value_loss"] = loss + args.vf_coef * v_loss, v_loss
+    return loss, stats
 
 
-def update(optimizer, loss_fn: Callable, minibatch: dict, num_parts: int, max_grad_norm: float) -> dict:
-    """One optimizer step on the mean of loss_fn over a minibatch, run in num_parts parts of which only one at a time
-    holds activations. Gives scalar tensors by name: they stay on the device, nothing waits for it."""
+def update(optimizer, loss_fn: Callable, num_parts: int, max_grad_norm: float, **minibatch: torch.Tensor) -> dict:
+    """One optimizer step on the mean of loss_fn over a minibatch (of each rank), run in num_parts parts of which only
+    one at a time holds activations. Gives scalar tensors by name: they stay on the device, nothing waits for it."""
     optimizer.zero_grad()  # (critical!) or the gradients of another phase leak into this step
     totals: dict[str, torch.Tensor] = {}
-    batch_size = len(minibatch["returns"])
+    batch_size, params = len(minibatch["returns"]), optimizer.param_groups[0]["params"]
     for part in zip(*(tensor.chunk(num_parts) for tensor in minibatch.values()), strict=True):
         loss, stats = loss_fn(**dict(zip(minibatch, part, strict=True)))
         share = len(part[0]) / batch_size
         (loss * share).backward()
         totals = {name: totals.get(name, 0) + value.detach() * share for name, value in stats.items()}
-    params = optimizer.param_groups[0]["params"]
+    sync_grads(params)
     totals["grad_norm"] = nn.utils.clip_grad_norm_(params, max_grad_norm or math.inf)
     optimizer.step()
     return totals | {"weight_norm": nn.utils.get_total_norm([param.detach() for param in params])}
 
 
-def select_samples(batch: dict[str, torch.Tensor], inds: torch.Tensor) -> dict[str, torch.Tensor]:
+def select_samples(inds: torch.Tensor, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
     """Samples inds (B,) of tensors (T * N, ...)."""
     return {name: tensor[inds] for name, tensor in batch.items()}
 
@@ -445,7 +525,7 @@ class Records:
     """A row an iteration to metrics.csv, TensorBoard and, if asked, Weights & Biases; progress to the console."""
 
     def __init__(self, args: Args, run_dir: Path, state: dict | None) -> None:
-        self.step, self.total = state["step"] if state else 0, args.num_iterations * args.batch_size
+        self.step, self.total = state["step"] if state else 0, args.num_iterations * NUM_RANKS * args.batch_size
         try:
             self.csv = open(run_dir / "metrics.csv", "r+" if state else "x", newline="")
             fcntl.flock(self.csv, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel lets go of it, however the process ends
@@ -492,6 +572,9 @@ class Records:
             done = f"step {self.step:>11,} {self.step / self.total:6.1%} | return {mean_return:6.2f}"
             print(f"{done} | {row['charts/SPS']:7,.0f} steps/s | ETA {eta:>8} | {times}", flush=True)
 
+    def say(self, line: str) -> None:
+        print(line, flush=True)
+
     def video(self, path: Path, gif: bytes, step: int) -> None:
         image = Summary.Image(height=256, width=256, colorspace=3, encoded_image_string=gif)
         self.tensorboard.file_writer.add_summary(Summary(value=[Summary.Value(tag="video", image=image)]), step)
@@ -514,6 +597,18 @@ class Records:
             self.wandb.finish(exit_code=int(error is not None))
         self.tensorboard.close()
         self.csv.close()
+
+
+class NoRecords(contextlib.nullcontext):
+    """Of a rank that is not the first."""
+
+    bar = tqdm(disable=True)
+
+    def say(self, line: str) -> None:
+        pass
+
+    def write(self, row: dict[str, float]) -> None:
+        pass
 
 
 class RandomState:
@@ -582,12 +677,14 @@ def describe(args: Args) -> dict:
 def fetch_stats(
     updates: list[dict], prefix: str, where: str, run_dir: Path, select: Callable, inds: torch.Tensor
 ) -> dict:
-    """The statistics of an epoch's updates in one copy to the host: prefix + name to an array, one number an update.
+    """The statistics of an epoch's updates, means over all ranks, in one copy to the host: prefix + name to an array,
+    one number an update.
 
     Stopped for the first update k in which one is not finite, once all that is known of it, its minibatch
     select(inds[k]) too, is in nonfinite.json.
     """
     table = torch.stack([torch.stack(list(stats.values())) for stats in updates]).cpu().numpy()
+    table = np.mean(gather(table), 0)
     if not np.isfinite(table).all():
         k, column = np.argwhere(~np.isfinite(table))[0]  # of that update the quantity that is computed first
         message = f"{list(updates[k])[column]} is {table[k, column]} at update {k + 1} of {len(table)} of the {where}"
@@ -596,7 +693,8 @@ def fetch_stats(
             x = tensor.float()
             report["minibatch"][name] = {"shape": list(x.shape), "not_finite": int((~x.isfinite()).sum())}
             report["minibatch"][name] |= {f: getattr(x, f)().item() for f in ("min", "max", "mean", "std")}
-        (run_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n")
+        if RANK == 0:
+            (run_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n")
         raise Stopped(message, 1)
     return {prefix + name: column for name, column in zip(updates[0], table.T, strict=True)}
 
@@ -665,26 +763,27 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
 # Training
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep freed activations: to map them anew at each update costs a third of the time on a CPU."""
-    if platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
 def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     """Proximal Policy Optimization. What must be undone in the end, however it comes, is entered into cleanup."""
     # ---- set-up
     run_dir = Path(args.run_dir)
+    device = torch.device(f"cuda:{LOCAL_RANK}" if args.cuda and torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if NUM_RANKS > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
+        cleanup.callback(dist.destroy_process_group)
     checkpoint = load_checkpoint(run_dir / "checkpoint.pt") if args.resume else None
-    records = cleanup.enter_context(Records(args, run_dir, checkpoint and checkpoint["records"]))
+    records = Records(args, run_dir, checkpoint and checkpoint["records"]) if RANK == 0 else NoRecords()
+    cleanup.enter_context(records)
     stop = cleanup.enter_context(StopSignals())
+    T, N, batch_size, num_iterations = args.num_steps, args.num_envs, args.batch_size, args.num_iterations
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
-    device = torch.device("cuda" if args.cuda and torch.cuda.is_available() else "cpu")
-    T, N, batch_size, num_iterations = args.num_steps, args.num_envs, args.batch_size, args.num_iterations
+    # what a rank draws is its own; what all begin with, the weights, comes from args.seed itself
+    rank_seed = int(np.random.SeedSequence([args.seed, RANK]).generate_state(1)[0]) % NUM_LEVELS if RANK else args.seed
 
     def make_envs(num_envs: int, **options) -> ProcgenVectorEnv:
         defaults = {"num_levels": args.num_levels, "start_level": args.start_level, "num_threads": args.env_threads}
@@ -692,58 +791,117 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         cleanup.callback(envs.close)
         return envs
 
-    envs = make_envs(N, seed=args.seed)
+    envs = make_envs(N, seed=rank_seed)
     obs_shape, num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)
-    episodes, reward_normalizer = EpisodeStatistics(N), RewardNormalizer(N, args.reward_gamma)
+    # of all ranks, and the same on each
+    episodes = EpisodeStatistics(NUM_RANKS * N)
+    reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
     agent = Agent(num_actions).to(device, memory_format=torch.channels_last)
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5)
+    if RANK > 0:
+        torch.manual_seed(rank_seed)
+
+    def make_optimizer(lr: float) -> torch.optim.Adam:
+        lr = torch.tensor(lr, device=device)  # a number would be the same for ever in a CUDA graph
+        return torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=on_gpu)
+
+    optimizer = make_optimizer(args.learning_rate)
 
     # ---- speed: the loop is the same whatever is chosen here
-    part_size = 512 if device.type == "cpu" else 2**31  # more does not pay on a CPU, and takes gigabytes
+    part_size = 2**31 if on_gpu else 512  # more does not pay on a CPU, and takes gigabytes
     num_parts = args.num_grad_accum or math.ceil(args.minibatch_size / part_size)
-    if device.type == "cpu":
+    fast_agent, graphed = agent, lambda function: function
+    if on_gpu:
+        torch.backends.cudnn.benchmark = True
+        torch.backends.cudnn.allow_tf32 = args.tf32
+        torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+        if args.compile:  # force: else it gives up channels_last, as no convolution has more than 64 channels
+            options = {"force_layout_optimization": True, "coordinate_descent_tuning": True}
+            fast_agent = torch.compile(agent, fullgraph=True, dynamic=False, options=options)
+        if args.cuda_graphs:
+            graphed = CudaGraph
+            torch.cuda.set_stream(torch.cuda.Stream())  # on the default one nothing can be recorded
+    else:
         keep_freed_memory()
+
+    def in_precision(dtype: str) -> Callable:
+        # a weight's cast, kept, would be that of old weights in a CUDA graph
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False)
+
+        def forward(obs: torch.Tensor, **which: bool) -> list[torch.Tensor | None]:
+            with autocast:
+                return [x if x is None else x.float() for x in fast_agent(obs, **which)]
+
+        return forward
+
+    policy_agent = in_precision(args.policy_dtype)
+
+    def upload(array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(device, non_blocking=True) if on_gpu else tensor
+
+    @graphed
+    @torch.no_grad()
+    def act(obs: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits, values = policy_agent(obs)
+        actions, logprobs = sample_action(logits)
+        return {"actions": actions, "logprobs": logprobs, "values": values}
+
+    def make_update(opt: torch.optim.Optimizer, loss_fn: Callable, parts: int) -> Callable:
+        return graphed(partial(update, opt, loss_fn, parts, args.max_grad_norm))
+
+    loss_fn = partial(policy_phase_loss, policy_agent, args)
+    epochs = [make_update(optimizer, loss_fn, num_parts)] * args.update_epochs
 
     # ---- storage
     obs = torch.empty((T, N, *obs_shape), dtype=torch.uint8, device=device)
-    actions = torch.empty((T, N), dtype=torch.int64, device=device)
-    logprobs, values = torch.empty((T, N), device=device), torch.empty((T + 1, N), device=device)
+    rollout = {"actions": torch.empty((T, N), dtype=torch.int64, device=device)}
+    rollout |= {name: torch.empty((T, N), device=device) for name in ("logprobs", "values")}
     rewards = np.empty((T, N), np.float32)
     firsts, dones = np.empty((T, N), bool), np.empty((T, N), bool)  # the step began, ended an episode
     next_done = np.ones(N, bool)  # next_obs begins an episode
 
     # ---- start, or continue from a checkpoint
-    stateful = {"agent": agent, "optimizer": optimizer, "envs": envs, "episodes": episodes}
-    stateful |= {"rewards": reward_normalizer, "random": RandomState(device)}
+    stateful = {"agent": agent, "optimizer": optimizer, "episodes": episodes, "rewards": reward_normalizer}
+    stateful_by_rank = {"envs": envs, "random": RandomState(device)}
     start_iteration, start_time = 0, time.perf_counter()
     if checkpoint:
         for name, thing in stateful.items():
             thing.load_state_dict(checkpoint[name])
-        start_iteration, next_done = checkpoint["iteration"], checkpoint["next_done"].numpy()
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"].to(
+            device
+        )  # which Adam leaves where it was loaded
+        own = checkpoint["ranks"][RANK]
+        for name, thing in stateful_by_rank.items():
+            thing.load_state_dict(own[name])
+        start_iteration, next_done = checkpoint["iteration"], own["next_done"].numpy()
         start_time -= checkpoint["wall_time"]
     next_obs, _ = envs.reset()
 
     def save(iteration: int) -> None:
-        state = {
-            "algorithm": ALGORITHM,
-            "args": asdict(args),
-            "iteration": iteration,
-            "next_done": torch.tensor(next_done),
-        }
+        own = {name: thing.state_dict() for name, thing in stateful_by_rank.items()}
+        ranks = gather(own | {"next_done": torch.tensor(next_done)})
+        if RANK > 0:
+            return
+        state = {"algorithm": ALGORITHM, "args": asdict(args), "iteration": iteration, "ranks": ranks}
         state |= {name: thing.state_dict() for name, thing in (stateful | {"records": records}).items()}
         data = serialize(state | {"wall_time": time.perf_counter() - start_time})
         write_atomically(run_dir / "checkpoint.pt", hashlib.sha256(data).digest() + data)
 
     save(start_iteration)  # a new run can be resumed from its first moment, an extended one stays extended
-    levels, done = args.num_levels or "all", start_iteration * batch_size
-    print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
-    print(f"{num_iterations:,} iterations of {N} x {T} = {num_iterations * batch_size:,} steps, from step {done:,}")
-    print(f"on {device}")
+    levels, steps, done = (
+        args.num_levels or "all",
+        num_iterations * NUM_RANKS * batch_size,
+        start_iteration * batch_size,
+    )
+    ranks = f"{NUM_RANKS} ranks x " if NUM_RANKS > 1 else ""
+    records.say(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
+    records.say(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {NUM_RANKS * done:,}")
+    records.say(f"on {device}")
 
     # ---- evaluation: on levels outside of the training range and, where training is restricted to some, on those. The
     # games last the whole run, since procgen leaks memory when they are destroyed
     eval_envs = {}
-    if args.eval_interval > 0 or args.capture_video:
+    if RANK == 0 and (args.eval_interval > 0 or args.capture_video):
         end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
         unseen = {"start_level": end_level, "num_levels": NUM_LEVELS - end_level, "seed": NUM_LEVELS - args.seed}
         eval_envs["test"] = make_envs(args.eval_episodes, **unseen)
@@ -752,55 +910,58 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         if args.capture_video:
             eval_envs["video"] = make_envs(4, **unseen, render=True)
     eval_starts = {split: test_envs.state_dict() for split, test_envs in eval_envs.items()}
-    loss_fn, session_start = partial(minibatch_loss, agent, args), time.perf_counter()
+    session_start = time.perf_counter()
 
     # ---- the loop
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock = [time.perf_counter()]
-        global_step = iteration * batch_size
+        global_step = iteration * NUM_RANKS * batch_size
         where = f"of iteration {iteration}, step {global_step:,}"
         remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0  # by global progress alone
-        optimizer.param_groups[0]["lr"] = remaining * args.learning_rate
+        optimizer.param_groups[0]["lr"].fill_(remaining * args.learning_rate)
 
         # -- rollout
         for t in range(T):
             stop.check()
-            obs[t] = torch.from_numpy(next_obs)
+            obs[t] = upload(next_obs)
             firsts[t] = next_done
-            with torch.no_grad():
-                logits, values[t] = agent(obs[t])
-                actions[t], logprobs[t] = sample_action(logits)
-            envs.step_async(actions[t].cpu().numpy())  # waits for the GPU
+            for name, x in act(obs=obs[t]).items():
+                rollout[name][t] = x
+            envs.step_async(rollout["actions"][t].cpu().numpy())  # waits for the GPU
             next_obs, rewards[t], terminated, truncated, _ = envs.step_wait()
             dones[t] = next_done = terminated | truncated
-            records.bar.update(N)
+            records.bar.update(NUM_RANKS * N)
         if not np.isfinite(rewards).all():
             raise Stopped(f"a reward is not finite in the rollout {where}", 1)
-        episode_returns, episode_lengths = episodes.update(rewards, dones)
+        all_rewards, all_firsts, all_dones = (np.concatenate(gather(x), 1) for x in (rewards, firsts, dones))
+        episode_returns, episode_lengths = episodes.update(all_rewards, all_dones)
 
-        # -- advantages
+        # -- advantages: rewards are normalised over all ranks
         with torch.no_grad():
-            values[T] = agent(torch.from_numpy(next_obs).to(device))[1]
-        normalized_rewards = torch.from_numpy(reward_normalizer(rewards, firsts)).to(device)
-        ended = torch.from_numpy(dones).to(device, torch.float32)
-        advantages = compute_gae(normalized_rewards, values, ended, args.gamma, args.gae_lambda)
+            next_values = policy_agent(upload(next_obs))[1]
+        values = torch.cat([rollout["values"], next_values.unsqueeze(0)])
+        normalized_rewards = reward_normalizer(all_rewards, all_firsts)[:, RANK * N : (RANK + 1) * N]
+        ended = upload(dones.astype(np.float32))
+        advantages = compute_gae(upload(normalized_rewards), values, ended, args.gamma, args.gae_lambda)
         returns = advantages + values[:-1]
         clock.append(time.perf_counter())
 
         # -- updates
+        actions, logprobs = rollout["actions"], rollout["logprobs"]
         batch = {"obs": obs.flatten(0, 1), "actions": actions.flatten(), "old_logprobs": logprobs.flatten()}
         batch |= {"advantages": advantages.flatten(), "returns": returns.flatten(), "values": values[:-1].flatten()}
         stats: list[dict[str, np.ndarray]] = []
-        for _ in range(args.update_epochs):
+        for step in epochs:
             b_inds = torch.randperm(batch_size, device=device).view(args.num_minibatches, -1)
+            mb_advantages = torch.cat(gather(advantages.flatten()[b_inds].cpu()), 1)  # of all ranks
+            stds, means = torch.std_mean(mb_advantages, 1, correction=0)
             updates = []
-            for mb_inds in b_inds:
+            for mb_inds, std, mean in zip(b_inds, stds.tolist(), means.tolist(), strict=True):
                 stop.check()
-                minibatch = select_samples(batch, mb_inds)
-                mb_adv = minibatch["advantages"]
-                minibatch["advantages"] = (mb_adv - mb_adv.mean()) / (mb_adv.std(correction=0) + 1e-8)
-                updates.append(update(optimizer, loss_fn, minibatch, num_parts, args.max_grad_norm))
-            select = partial(select_samples, batch)
+                minibatch = select_samples(mb_inds, **batch)
+                minibatch["advantages"] = (minibatch["advantages"] - mean) / (std + 1e-8)
+                updates.append(step(**minibatch))
+            select = partial(select_samples, **batch)
             stats.append(fetch_stats(updates, "losses/", f"updates {where}", run_dir, select, b_inds))
         clock.append(time.perf_counter())
 
@@ -811,10 +972,11 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             row["charts/episodic_length"] = float(episode_lengths.mean())
         if len(episodes.last_returns) > 0:
             row["charts/mean_return_100"] = float(episodes.last_returns.mean())
-        row["charts/learning_rate"] = optimizer.param_groups[0]["lr"]
+        row["charts/learning_rate"] = remaining * args.learning_rate
         for name in dict.fromkeys(name for epoch in stats for name in epoch):  # means over all updates of the iteration
             row[name] = float(np.concatenate([epoch[name] for epoch in stats if name in epoch]).mean())
-        row["losses/explained_variance"] = explained_variance(values[:-1], returns).item()
+        all_values, all_returns = (torch.cat(gather(x.cpu())) for x in (values[:-1], returns))
+        row["losses/explained_variance"] = explained_variance(all_values, all_returns).item()
         is_last = iteration == num_iterations
         if eval_envs and (is_last or (args.eval_interval > 0 and iteration % args.eval_interval == 0)):
             for split, test_envs in eval_envs.items():
@@ -836,9 +998,9 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         for name, begin, end in zip(PHASES, clock[:-1], clock[1:], strict=True):
             row[f"time/{name}"] = end - begin
         row["wall_time"] = clock[-1] - start_time
-        row["charts/SPS"] = (iteration - start_iteration) * batch_size / (clock[-1] - session_start)
+        row["charts/SPS"] = (iteration - start_iteration) * NUM_RANKS * batch_size / (clock[-1] - session_start)
         checkpoint_due = is_last or iteration % args.checkpoint_interval == 0
-        if checkpoint_due:
+        if RANK == 0 and checkpoint_due:
             write_atomically(run_dir / "agent.pt", serialize({k: x.cpu() for k, x in agent.state_dict().items()}))
         records.write(row)
         if checkpoint_due:
@@ -858,26 +1020,31 @@ def main(args: Args) -> None:
             rows = (run_dir / "metrics.csv").read_text().split("\n")[:-1]  # after the last newline stands half a row
             if rows and rows[-1].split(",")[0] == str(args.num_iterations):
                 return print(f"{run_dir} is finished; a larger --total-timesteps extends it")
-        else:
+        elif RANK == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "args.json").touch(exist_ok=False)
             shutil.copy(__file__, run_dir)
-        write_atomically(run_dir / "args.json", (json.dumps(about, indent=2) + "\n").encode())
+        if RANK == 0:
+            write_atomically(run_dir / "args.json", (json.dumps(about, indent=2) + "\n").encode())
     except (OSError, json.JSONDecodeError) as error:
         raise UsageError(f"{run_dir} cannot be used, or holds a run to --resume: {error}") from None
     try:
         with contextlib.ExitStack() as cleanup:
             train(args, cleanup)
-        return print(f"finished; weights, metrics and checkpoint are in {run_dir}")
+        return print(f"finished; weights, metrics and checkpoint are in {run_dir}") if RANK == 0 else None
     except Stopped as stopped:
         reason, code = stopped.args
+    except torch.OutOfMemoryError as error:
+        advice = "--num-grad-accum 2 (or more) runs minibatches in parts, for the same step"
+        reason, code = f"the GPU's memory is full; {advice} ({str(error).partition('. ')[0]})", 1
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         reason, code = error, 1
     print(f"stopped: {reason}", file=sys.stderr)
-    if (run_dir / "checkpoint.pt").exists():
-        command = shlex.join(["python", sys.argv[0], "--resume", str(run_dir)])
+    if RANK == 0 and (run_dir / "checkpoint.pt").exists():
+        launch = ["python"] if NUM_RANKS == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+        command = shlex.join([*launch, sys.argv[0], "--resume", str(run_dir)])
         print(f"the last checkpoint is whole, to continue: {command}", file=sys.stderr)
     sys.exit(code)
 
@@ -893,6 +1060,10 @@ def parse_args() -> Args:
     names = [field.name for field in fields(Args) if field.init]
     if checkpoint.get("algorithm") != ALGORITHM or not set(names) <= set(checkpoint["args"]):
         raise UsageError(f"{resume} is no run of this version of {Path(__file__).name}")
+    if (num_ranks := checkpoint["args"]["num_ranks"]) != NUM_RANKS:
+        raise UsageError(
+            f"{resume} has {num_ranks} ranks, not {NUM_RANKS}: torchrun --nproc-per-node sets their number"
+        )
     values = {name: checkpoint["args"][name] for name in names} | {"resume": resume, "run_dir": resume}
     try:
         saved = Args(**values)

@@ -1,8 +1,11 @@
 import csv
 import os
+import signal
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for runs this small, and their processes, threads cost more than they give
+for number in (signal.SIGINT, signal.SIGHUP):  # a background job and nohup ignore them, and so would what tests start
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -11,7 +14,7 @@ import ppg_procgen  # noqa: E402
 import ppo_procgen  # noqa: E402
 
 TINY = {"env_id": "chaser", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 256, "cuda": False}
-TINY_PPG = TINY | {"n_iteration": 2, "num_aux_rollouts": 2, "e_auxiliary": 1}
+TINY_PPG = TINY | {"n_iteration": 2, "num_aux_rollouts": 2, "e_auxiliary": 1, "aux_dtype": "float32"}
 
 
 @pytest.fixture

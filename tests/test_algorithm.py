@@ -227,10 +227,10 @@ def update_once(num_parts, stale_gradients=False):
             live -= self.num_bytes
 
     def loss_fn(**part):
-        return ppg_procgen.auxiliary_phase_loss(agent, args, torch.autocast("cpu", enabled=False), **part)
+        return ppg_procgen.auxiliary_phase_loss(agent, args, **part)
 
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-        stats = ppg_procgen.update(optimizer, loss_fn, minibatch, num_parts, 0.0)
+        stats = ppg_procgen.update(optimizer, loss_fn, num_parts, 0.0, **minibatch)
     return [x.detach() for x in agent.parameters()], stats, peak
 
 
@@ -250,7 +250,7 @@ def test_an_update_begins_without_gradients():
 def test_auxiliary_minibatches_are_full_rollouts():
     slot, t, env = torch.meshgrid(torch.arange(3), torch.arange(5), torch.arange(4), indexing="ij")
     buffer = {"obs": torch.stack([slot, t, env], -1), "returns": slot * 100 + t * 10 + env}
-    selected = ppg_procgen.select_rollouts(buffer, torch.tensor([6, 11, 0]))
+    selected = ppg_procgen.select_rollouts(torch.device("cpu"), torch.tensor([6, 11, 0]), **buffer)
     for rollout, (i, n) in zip(selected["obs"].view(3, 5, 3), [(1, 2), (2, 3), (0, 0)], strict=True):
         assert rollout.tolist() == [[i, t, n] for t in range(5)]
     assert torch.equal(selected["returns"], (selected["obs"] * torch.tensor([100, 10, 1])).sum(-1))

@@ -311,10 +311,10 @@ def poison_loss(monkeypatch):
 def poison_weight(monkeypatch):
     original, calls = ppg_procgen.update, iter(range(1000))
 
-    def update(optimizer, *rest):
+    def update(optimizer, *rest, **minibatch):
         if next(calls) == 1:
             optimizer.param_groups[0]["params"][5].data[0] = np.nan
-        return original(optimizer, *rest)
+        return original(optimizer, *rest, **minibatch)
 
     monkeypatch.setattr(ppg_procgen, "update", update)
 
