@@ -80,8 +80,7 @@ NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
 # fmt: on
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
+# ---- Arguments -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -214,8 +213,7 @@ class Args:
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Environments
+# ---- Environments ----------------------------------------------------------------------------------------------------
 
 
 class ProcgenVectorEnv:
@@ -312,8 +310,7 @@ class RewardNormalizer(Statistics):
         return np.clip(rewards / np.sqrt(self.var + 1e-8), -10, 10).astype(np.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Networks
+# ---- Networks --------------------------------------------------------------------------------------------------------
 
 
 class ResidualBlock(nn.Module):
@@ -396,8 +393,7 @@ class Agent(nn.Module):
         return logits, values, aux_values
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Speed, and several processes
+# ---- Speed, and several processes ------------------------------------------------------------------------------------
 
 
 def keep_freed_memory() -> None:
@@ -460,8 +456,7 @@ def gather(x) -> list:
     return everyone
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The algorithm as functions of tensors
+# ---- The algorithm as functions of tensors ---------------------------------------------------------------------------
 
 
 def sample_action(logits: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -574,8 +569,7 @@ def select_rollouts(device: torch.device, inds: torch.Tensor, **buffer: torch.Te
     return selected
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Records
+# ---- Records ---------------------------------------------------------------------------------------------------------
 
 COLUMNS = (
     "iteration,global_step,episodes,wall_time,charts/episodic_return,charts/episodic_length,charts/mean_return_100,"
@@ -596,25 +590,9 @@ class Stopped(Exception):
     """The run ended early, for a reason and with an exit code."""
 
 
-class StopSignals:
-    """SIGINT, SIGTERM and SLURM's SIGUSR1 raise Stopped at the next check(); a second one acts at once."""
-
-    def __enter__(self) -> "StopSignals":
-        self.received = None
-        self.before = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def handle(self, number: int, _) -> None:
-        self.received = number
-        self.__exit__()
-
-    def check(self, *_) -> None:
-        if self.received:
-            raise Stopped(f"by {signal.Signals(self.received).name}", 128 + self.received)
+def stop(number: int, _) -> None:
+    """SIGINT, SIGTERM and SLURM's SIGUSR1 end a run wherever it is: what is on the disk bears a kill at any moment."""
+    raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
 
 class Records:
@@ -668,9 +646,6 @@ class Records:
             done = f"step {self.step:>11,} {self.step / self.total:6.1%} | return {mean_return:6.2f}"
             print(f"{done} | {row['charts/SPS']:7,.0f} steps/s | ETA {eta:>8} | {times}", flush=True)
 
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-
     def video(self, path: Path, gif: bytes, step: int) -> None:
         image = Summary.Image(height=256, width=256, colorspace=3, encoded_image_string=gif)
         self.tensorboard.file_writer.add_summary(Summary(value=[Summary.Value(tag="video", image=image)]), step)
@@ -699,9 +674,6 @@ class NoRecords(contextlib.nullcontext):
     """Of a rank that is not the first."""
 
     bar = tqdm(disable=True)
-
-    def say(self, line: str) -> None:
-        pass
 
     def write(self, row: dict[str, float]) -> None:
         pass
@@ -795,12 +767,13 @@ def fetch_stats(
     return {prefix + name: column for name, column in zip(updates[0], table.T, strict=True)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate(agent: Agent, envs, episodes_per_env: int, seed: int, greedy: bool, on_step: Callable) -> np.ndarray:
+def evaluate(
+    agent, envs, episodes_per_env: int, seed: int, greedy: bool, on_step: Callable | None = None
+) -> np.ndarray:
     """Raw returns (num_envs, episodes_per_env) of the first episodes from where envs stands. As many in each: were the
     first to end taken from wherever, short episodes would be favoured. Draws from a generator of its own, and calls
     on_step(indices of the environments still playing, returns so far) after each step."""
@@ -816,11 +789,12 @@ def evaluate(agent: Agent, envs, episodes_per_env: int, seed: int, greedy: bool,
         obs, rewards, terminated, truncated, _ = envs.step_wait()
         returns[active, num_ended[active]] += rewards[active]
         num_ended[active] += (terminated | truncated)[active]
-        on_step(np.flatnonzero(num_ended < episodes_per_env), returns)
+        if on_step:
+            on_step(np.flatnonzero(num_ended < episodes_per_env), returns)
     return returns
 
 
-def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check: Callable) -> bytes:
+def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool) -> bytes:
     """Write an mp4 of an episode in each of four rendered envs with its return; give it as a small GIF too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the version that gym3 asks for imports setuptools' deprecated pkg_resources
@@ -833,7 +807,6 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
     mp4.send(None)
 
     def add_frame(playing: np.ndarray, returns: np.ndarray) -> None:
-        check()
         for i, frame in enumerate(envs.render()):
             tiles[i] = frame if i in playing else tiles[i]  # a game that has ended stands still
             x, y = i % 2 * 512, i // 2 * 512
@@ -855,8 +828,7 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
     return buffer.getvalue()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def train(args: Args, cleanup: contextlib.ExitStack) -> None:
@@ -873,7 +845,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     checkpoint = load_checkpoint(run_dir / "checkpoint.pt") if args.resume else None
     records = Records(args, run_dir, checkpoint and checkpoint["records"]) if RANK == 0 else NoRecords()
     cleanup.enter_context(records)
-    stop = cleanup.enter_context(StopSignals())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        cleanup.callback(signal.signal, number, signal.signal(number, stop))
     T, N, batch_size, num_iterations = args.num_steps, args.num_envs, args.batch_size, args.num_iterations
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -1015,10 +988,10 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         start_iteration * batch_size,
     )
     ranks = f"{NUM_RANKS} ranks x " if NUM_RANKS > 1 else ""
-    records.say(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
-    records.say(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {NUM_RANKS * done:,}")
+    print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
+    print(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {NUM_RANKS * done:,}")
     what = f"{num_phases:,} auxiliary phases in {args.aux_dtype} over {aux_bytes / 1e9:.1f} GB on {aux_device}"
-    records.say(f"{args.arch} on {device}, {what}")
+    print(f"{args.arch} on {device}, {what}")
 
     # ---- evaluation: on levels outside of the training range and, where training is restricted to some, on those. The
     # games last the whole run, since procgen leaks memory when they are destroyed
@@ -1047,7 +1020,6 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         # -- rollout, straight into its slot of the buffer
         obs = aux_obs[slot] if aux_device == device else rollout_obs
         for t in range(T):
-            stop.check()
             obs[t] = upload(next_obs)
             firsts[t] = next_done
             for name, x in act(obs=obs[t]).items():
@@ -1088,7 +1060,6 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             b_inds = torch.randperm(batch_size, device=device).view(args.num_minibatches, -1)
             updates = []
             for mb_inds in b_inds:
-                stop.check()
                 updates.append(step(**select_samples(mb_inds, **batch)))
             select = partial(select_samples, **batch)
             stats.append(fetch_stats(updates, "losses/", f"policy phase {where}", run_dir, select, b_inds))
@@ -1098,7 +1069,6 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         if args.e_auxiliary > 0 and iteration % (args.n_iteration * args.aux_interval) == 0:
             old_logprobs = []  # pi_old: (critical!) the policy as it stands now, not as it was in the rollouts
             for inds in torch.arange(num_slots * N).view(-1, args.num_aux_rollouts):
-                stop.check()
                 with torch.no_grad():
                     for part in select_rollouts(device, inds, obs=aux_obs)["obs"].chunk(num_aux_parts):
                         old_logprobs.append(aux_agent(part, value=False)[0].log_softmax(-1))
@@ -1110,7 +1080,6 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
                 aux_inds = aux_inds[: args.num_aux_minibatches or None]
                 updates = []
                 for mb_inds in aux_inds:
-                    stop.check()
                     updates.append(aux_update(**select(mb_inds)))
                 stats.append(fetch_stats(updates, "losses/aux/", f"auxiliary phase {where}", run_dir, select, aux_inds))
         clock.append(time.perf_counter())
@@ -1134,12 +1103,12 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
                 if split == "video":
                     path = run_dir / f"{global_step}.mp4"
                     try:
-                        gif = record_video(agent, test_envs, path, args.seed, args.eval_greedy, stop.check)
+                        gif = record_video(agent, test_envs, path, args.seed, args.eval_greedy)
                         records.video(path, gif, global_step)
                     except OSError as error:  # ffmpeg's trouble must not cost the training
                         print(f"no video at step {global_step:,}: {error}", file=sys.stderr)
                     continue
-                scores = evaluate(agent, test_envs, 1, args.seed, args.eval_greedy, stop.check)
+                scores = evaluate(agent, test_envs, 1, args.seed, args.eval_greedy)
                 row[f"eval/{split}_return"] = scores.mean()
                 row[f"eval/{split}_stderr"] = scores.std(ddof=1) / math.sqrt(scores.size)
             if "train" in eval_envs:
@@ -1179,9 +1148,9 @@ def main(args: Args) -> None:
     except (OSError, json.JSONDecodeError) as error:
         raise UsageError(f"{run_dir} cannot be used, or holds a run to --resume: {error}") from None
     try:
-        with contextlib.ExitStack() as cleanup:
+        with contextlib.redirect_stdout(None if RANK > 0 else sys.stdout), contextlib.ExitStack() as cleanup:
             train(args, cleanup)
-        return print(f"finished; weights, metrics and checkpoint are in {run_dir}") if RANK == 0 else None
+            return print(f"finished; weights, metrics and checkpoint are in {run_dir}")
     except Stopped as stopped:
         reason, code = stopped.args
     except torch.OutOfMemoryError as error:

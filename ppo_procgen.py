@@ -79,8 +79,7 @@ NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
 # fmt: on
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments
+# ---- Arguments -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -174,8 +173,7 @@ class Args:
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Environments
+# ---- Environments ----------------------------------------------------------------------------------------------------
 
 
 class ProcgenVectorEnv:
@@ -272,8 +270,7 @@ class RewardNormalizer(Statistics):
         return np.clip(rewards / np.sqrt(self.var + 1e-8), -10, 10).astype(np.float32)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Networks
+# ---- Networks --------------------------------------------------------------------------------------------------------
 
 
 class ResidualBlock(nn.Module):
@@ -329,8 +326,7 @@ class Agent(nn.Module):
         return self.policy_head(features), self.value_head(features).squeeze(-1) if value else None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Speed, and several processes
+# ---- Speed, and several processes ------------------------------------------------------------------------------------
 
 
 def keep_freed_memory() -> None:
@@ -393,8 +389,7 @@ def gather(x) -> list:
     return everyone
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The algorithm as functions of tensors
+# ---- The algorithm as functions of tensors ---------------------------------------------------------------------------
 
 
 def sample_action(logits: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -479,8 +474,7 @@ def select_samples(inds: torch.Tensor, **batch: torch.Tensor) -> dict[str, torch
     return {name: tensor[inds] for name, tensor in batch.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Records
+# ---- Records ---------------------------------------------------------------------------------------------------------
 
 COLUMNS = (
     "iteration,global_step,episodes,wall_time,charts/episodic_return,charts/episodic_length,charts/mean_return_100,"
@@ -500,25 +494,9 @@ class Stopped(Exception):
     """The run ended early, for a reason and with an exit code."""
 
 
-class StopSignals:
-    """SIGINT, SIGTERM and SLURM's SIGUSR1 raise Stopped at the next check(); a second one acts at once."""
-
-    def __enter__(self) -> "StopSignals":
-        self.received = None
-        self.before = {n: signal.signal(n, self.handle) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def handle(self, number: int, _) -> None:
-        self.received = number
-        self.__exit__()
-
-    def check(self, *_) -> None:
-        if self.received:
-            raise Stopped(f"by {signal.Signals(self.received).name}", 128 + self.received)
+def stop(number: int, _) -> None:
+    """SIGINT, SIGTERM and SLURM's SIGUSR1 end a run wherever it is: what is on the disk bears a kill at any moment."""
+    raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
 
 class Records:
@@ -572,9 +550,6 @@ class Records:
             done = f"step {self.step:>11,} {self.step / self.total:6.1%} | return {mean_return:6.2f}"
             print(f"{done} | {row['charts/SPS']:7,.0f} steps/s | ETA {eta:>8} | {times}", flush=True)
 
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-
     def video(self, path: Path, gif: bytes, step: int) -> None:
         image = Summary.Image(height=256, width=256, colorspace=3, encoded_image_string=gif)
         self.tensorboard.file_writer.add_summary(Summary(value=[Summary.Value(tag="video", image=image)]), step)
@@ -603,9 +578,6 @@ class NoRecords(contextlib.nullcontext):
     """Of a rank that is not the first."""
 
     bar = tqdm(disable=True)
-
-    def say(self, line: str) -> None:
-        pass
 
     def write(self, row: dict[str, float]) -> None:
         pass
@@ -699,12 +671,13 @@ def fetch_stats(
     return {prefix + name: column for name, column in zip(updates[0], table.T, strict=True)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Evaluation
+# ---- Evaluation ------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate(agent: Agent, envs, episodes_per_env: int, seed: int, greedy: bool, on_step: Callable) -> np.ndarray:
+def evaluate(
+    agent, envs, episodes_per_env: int, seed: int, greedy: bool, on_step: Callable | None = None
+) -> np.ndarray:
     """Raw returns (num_envs, episodes_per_env) of the first episodes from where envs stands. As many in each: were the
     first to end taken from wherever, short episodes would be favoured. Draws from a generator of its own, and calls
     on_step(indices of the environments still playing, returns so far) after each step."""
@@ -720,11 +693,12 @@ def evaluate(agent: Agent, envs, episodes_per_env: int, seed: int, greedy: bool,
         obs, rewards, terminated, truncated, _ = envs.step_wait()
         returns[active, num_ended[active]] += rewards[active]
         num_ended[active] += (terminated | truncated)[active]
-        on_step(np.flatnonzero(num_ended < episodes_per_env), returns)
+        if on_step:
+            on_step(np.flatnonzero(num_ended < episodes_per_env), returns)
     return returns
 
 
-def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check: Callable) -> bytes:
+def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool) -> bytes:
     """Write an mp4 of an episode in each of four rendered envs with its return; give it as a small GIF too."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the version that gym3 asks for imports setuptools' deprecated pkg_resources
@@ -737,7 +711,6 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
     mp4.send(None)
 
     def add_frame(playing: np.ndarray, returns: np.ndarray) -> None:
-        check()
         for i, frame in enumerate(envs.render()):
             tiles[i] = frame if i in playing else tiles[i]  # a game that has ended stands still
             x, y = i % 2 * 512, i // 2 * 512
@@ -759,8 +732,7 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool, check:
     return buffer.getvalue()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Training
+# ---- Training --------------------------------------------------------------------------------------------------------
 
 
 def train(args: Args, cleanup: contextlib.ExitStack) -> None:
@@ -777,7 +749,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     checkpoint = load_checkpoint(run_dir / "checkpoint.pt") if args.resume else None
     records = Records(args, run_dir, checkpoint and checkpoint["records"]) if RANK == 0 else NoRecords()
     cleanup.enter_context(records)
-    stop = cleanup.enter_context(StopSignals())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        cleanup.callback(signal.signal, number, signal.signal(number, stop))
     T, N, batch_size, num_iterations = args.num_steps, args.num_envs, args.batch_size, args.num_iterations
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -894,9 +867,9 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         start_iteration * batch_size,
     )
     ranks = f"{NUM_RANKS} ranks x " if NUM_RANKS > 1 else ""
-    records.say(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
-    records.say(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {NUM_RANKS * done:,}")
-    records.say(f"on {device}")
+    print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
+    print(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {NUM_RANKS * done:,}")
+    print(f"on {device}")
 
     # ---- evaluation: on levels outside of the training range and, where training is restricted to some, on those. The
     # games last the whole run, since procgen leaks memory when they are destroyed
@@ -922,7 +895,6 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
 
         # -- rollout
         for t in range(T):
-            stop.check()
             obs[t] = upload(next_obs)
             firsts[t] = next_done
             for name, x in act(obs=obs[t]).items():
@@ -957,7 +929,6 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             stds, means = torch.std_mean(mb_advantages, 1, correction=0)
             updates = []
             for mb_inds, std, mean in zip(b_inds, stds.tolist(), means.tolist(), strict=True):
-                stop.check()
                 minibatch = select_samples(mb_inds, **batch)
                 minibatch["advantages"] = (minibatch["advantages"] - mean) / (std + 1e-8)
                 updates.append(step(**minibatch))
@@ -984,12 +955,12 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
                 if split == "video":
                     path = run_dir / f"{global_step}.mp4"
                     try:
-                        gif = record_video(agent, test_envs, path, args.seed, args.eval_greedy, stop.check)
+                        gif = record_video(agent, test_envs, path, args.seed, args.eval_greedy)
                         records.video(path, gif, global_step)
                     except OSError as error:  # ffmpeg's trouble must not cost the training
                         print(f"no video at step {global_step:,}: {error}", file=sys.stderr)
                     continue
-                scores = evaluate(agent, test_envs, 1, args.seed, args.eval_greedy, stop.check)
+                scores = evaluate(agent, test_envs, 1, args.seed, args.eval_greedy)
                 row[f"eval/{split}_return"] = scores.mean()
                 row[f"eval/{split}_stderr"] = scores.std(ddof=1) / math.sqrt(scores.size)
             if "train" in eval_envs:
@@ -1029,9 +1000,9 @@ def main(args: Args) -> None:
     except (OSError, json.JSONDecodeError) as error:
         raise UsageError(f"{run_dir} cannot be used, or holds a run to --resume: {error}") from None
     try:
-        with contextlib.ExitStack() as cleanup:
+        with contextlib.redirect_stdout(None if RANK > 0 else sys.stdout), contextlib.ExitStack() as cleanup:
             train(args, cleanup)
-        return print(f"finished; weights, metrics and checkpoint are in {run_dir}") if RANK == 0 else None
+            return print(f"finished; weights, metrics and checkpoint are in {run_dir}")
     except Stopped as stopped:
         reason, code = stopped.args
     except torch.OutOfMemoryError as error:

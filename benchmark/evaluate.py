@@ -133,7 +133,7 @@ def play_set(agent, args: Args, game: str, mode: str, name: str, levels: range, 
         path = out / f"{mode}_{name.replace(':', '-')}.mp4"
         with closing(ProcgenVectorEnv(game, 4, **options, render=True)) as envs:
             envs.load_state_dict({"games": [level_start(game, mode, level) for level in islice(cycle(chosen), 4)]})
-            ppg_procgen.record_video(agent, envs, path, args.seed, args.greedy, lambda: None)
+            ppg_procgen.record_video(agent, envs, path, args.seed, args.greedy)
     return pd.concat(results)[: args.episodes]
 
 

@@ -167,8 +167,9 @@ def identical(run_dir, other):
         timed = ("time/", "eval/", "wall_time", "charts/SPS")
         rows = [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_rows(folder)]
         checkpoint = load_checkpoint(folder / "checkpoint.pt")
-        random = checkpoint["random"]
-        tensors = [*checkpoint["agent"].values(), *checkpoint["envs"]["games"], random["torch"]]
+        (own,) = checkpoint["ranks"]
+        random = own["random"]
+        tensors = [*checkpoint["agent"].values(), *own["envs"]["games"], random["torch"]]
         tensors += torch.load(folder / "agent.pt", weights_only=True).values()
         states.append((rows, random["python"], random["numpy"], [tensor.numpy().tobytes() for tensor in tensors]))
     return states[0] == states[1]

@@ -194,7 +194,7 @@ def test_weights_load_into_a_copied_script_and_act_the_same(run, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_stops_at_a_safe_point_and_says_how_to_go_on(tmp_path, run, number):
+def test_a_signal_stops_the_run_and_says_how_to_go_on(tmp_path, run, number):
     run_dir = tmp_path / "stopped"
     result = launch(ppg_procgen, TINY_PPG | {"run_dir": run_dir}, "update", 12, number)
     assert result.returncode == 128 + number
