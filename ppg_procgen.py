@@ -64,6 +64,7 @@ with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which pr
     from procgen import ProcgenGym3Env
 
 ALGORITHM = "ppg"
+SAVES_MEMORY = "--num-grad-accum 2, --num-aux-grad-accum 2 (or more) or --aux-device cpu"
 # torchrun starts several ranks, each with environments of its own, and tells them so; alone there is rank 0 of 1
 RANK, LOCAL_RANK, NUM_RANKS = (
     int(os.environ.get(k, d)) for k, d in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)]
@@ -586,12 +587,16 @@ class UsageError(Exception):
     """What was asked for cannot be done: one line, exit code 2."""
 
 
-class Stopped(Exception):
+class Stopped(BaseException):  # no Exception, which code that it is raised in might catch
     """The run ended early, for a reason and with an exit code."""
 
 
 def stop(number: int, _) -> None:
-    """SIGINT, SIGTERM and SLURM's SIGUSR1 end a run wherever it is: what is on the disk bears a kill at any moment."""
+    """SIGINT, SIGTERM and SLURM's SIGUSR1 end a run wherever it is: what is on the disk bears a kill at any moment.
+    More of them change nothing, as torchrun and SLURM both signal a rank; but a second Ctrl-C does not wait."""
+    for again in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(again, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
 
@@ -752,18 +757,23 @@ def fetch_stats(
     select(inds[k]) too, is in nonfinite.json.
     """
     table = torch.stack([torch.stack(list(stats.values())) for stats in updates]).cpu().numpy()
-    table = np.mean(gather(table), 0)
-    if not np.isfinite(table).all():
-        k, column = np.argwhere(~np.isfinite(table))[0]  # of that update the quantity that is computed first
-        message = f"{list(updates[k])[column]} is {table[k, column]} at update {k + 1} of {len(table)} of the {where}"
+    tables = np.stack(gather(table), -1)
+    if not np.isfinite(tables).all():
+        k, column, rank = np.argwhere(~np.isfinite(tables))[0]  # of that update the quantity that is computed first
+        message = (
+            f"{list(updates[k])[column]} is {tables[k, column, rank]} at update {k + 1} of {len(table)} of the {where}"
+        )
+        message += f", rank {rank}" if NUM_RANKS > 1 else ""
         report = {"message": message, "update": dict(zip(updates[k], table[k].tolist(), strict=True)), "minibatch": {}}
         for name, tensor in select(inds[k]).items():
             x = tensor.float()
             report["minibatch"][name] = {"shape": list(x.shape), "not_finite": int((~x.isfinite()).sum())}
             report["minibatch"][name] |= {f: getattr(x, f)().item() for f in ("min", "max", "mean", "std")}
+        report = gather(report)[rank]
         if RANK == 0:
             (run_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n")
         raise Stopped(message, 1)
+    table = tables.mean(-1)
     return {prefix + name: column for name, column in zip(updates[0], table.T, strict=True)}
 
 
@@ -846,7 +856,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     records = Records(args, run_dir, checkpoint and checkpoint["records"]) if RANK == 0 else NoRecords()
     cleanup.enter_context(records)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        cleanup.callback(signal.signal, number, signal.signal(number, stop))
+        signal.signal(number, stop)
     T, N, batch_size, num_iterations = args.num_steps, args.num_envs, args.batch_size, args.num_iterations
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -1030,9 +1040,9 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             records.bar.update(NUM_RANKS * N)
         if aux_device != device:
             aux_obs[slot].transpose(0, 1).copy_(obs.transpose(0, 1))
-        if not np.isfinite(rewards).all():
-            raise Stopped(f"a reward is not finite in the rollout {where}", 1)
         all_rewards, all_firsts, all_dones = (np.concatenate(gather(x), 1) for x in (rewards, firsts, dones))
+        if not np.isfinite(all_rewards).all():
+            raise Stopped(f"a reward is not finite in the rollout {where}", 1)
         episode_returns, episode_lengths = episodes.update(all_rewards, all_dones)
 
         # -- values of the T * N observations, if they are still to do in large batches, and of the N after them
@@ -1138,7 +1148,7 @@ def main(args: Args) -> None:
             about = json.loads((run_dir / "args.json").read_text()) | {"args": asdict(args)}
             rows = (run_dir / "metrics.csv").read_text().split("\n")[:-1]  # after the last newline stands half a row
             if rows and rows[-1].split(",")[0] == str(args.num_iterations):
-                return print(f"{run_dir} is finished; a larger --total-timesteps extends it")
+                return print(f"{run_dir} is finished; a larger --total-timesteps extends it") if RANK == 0 else None
         elif RANK == 0:
             run_dir.mkdir(parents=True, exist_ok=True)
             (run_dir / "args.json").touch(exist_ok=False)
@@ -1147,26 +1157,28 @@ def main(args: Args) -> None:
             write_atomically(run_dir / "args.json", (json.dumps(about, indent=2) + "\n").encode())
     except (OSError, json.JSONDecodeError) as error:
         raise UsageError(f"{run_dir} cannot be used, or holds a run to --resume: {error}") from None
-    try:
-        with contextlib.redirect_stdout(None if RANK > 0 else sys.stdout), contextlib.ExitStack() as cleanup:
-            train(args, cleanup)
+    with contextlib.ExitStack() as restore:
+        restore.enter_context(contextlib.redirect_stdout(None if RANK > 0 else sys.stdout))  # rank 0 speaks for all
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # train() sets them; back when all is said
+            restore.callback(signal.signal, number, signal.getsignal(number))
+        try:
+            with contextlib.ExitStack() as cleanup:
+                train(args, cleanup)
             return print(f"finished; weights, metrics and checkpoint are in {run_dir}")
-    except Stopped as stopped:
-        reason, code = stopped.args
-    except torch.OutOfMemoryError as error:
-        advice = "--num-grad-accum 2 or --num-aux-grad-accum 2 (or more) runs minibatches in parts, for the same step;"
-        advice += " --aux-device cpu keeps the buffer in host memory"
-        reason, code = f"the GPU's memory is full; {advice} ({str(error).partition('. ')[0]})", 1
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        reason, code = error, 1
-    print(f"stopped: {reason}", file=sys.stderr)
-    if RANK == 0 and (run_dir / "checkpoint.pt").exists():
-        launch = ["python"] if NUM_RANKS == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
-        command = shlex.join([*launch, sys.argv[0], "--resume", str(run_dir)])
-        print(f"the last checkpoint is whole, to continue: {command}", file=sys.stderr)
-    sys.exit(code)
+        except Stopped as stopped:
+            reason, code = stopped.args
+        except torch.OutOfMemoryError as error:
+            reason, code = f"out of GPU memory; {SAVES_MEMORY} saves some ({error})", 1
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            reason, code = error, 1
+        print(f"stopped: {reason}", file=sys.stderr)
+        if RANK == 0 and (run_dir / "checkpoint.pt").exists():
+            launch = ["python"] if NUM_RANKS == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+            command = shlex.join([*launch, sys.argv[0], "--resume", str(run_dir)])
+            print(f"the last checkpoint is whole, to continue: {command}", file=sys.stderr)
+        sys.exit(code)
 
 
 def parse_args() -> Args:
@@ -1182,7 +1194,7 @@ def parse_args() -> Args:
         raise UsageError(f"{resume} is no run of this version of {Path(__file__).name}")
     if (num_ranks := checkpoint["args"]["num_ranks"]) != NUM_RANKS:
         raise UsageError(
-            f"{resume} has {num_ranks} ranks, not {NUM_RANKS}: torchrun --nproc-per-node sets their number"
+            f"{resume} is a run of {num_ranks} rank(s), not {NUM_RANKS}: torchrun --nproc-per-node sets their number"
         )
     values = {name: checkpoint["args"][name] for name in names} | {"resume": resume, "run_dir": resume}
     try:

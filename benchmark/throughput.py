@@ -334,8 +334,8 @@ def show(summary: list[dict], machine: dict) -> None:
 def main(args: Args) -> int:
     """Gives the number of runs that ended, but without a measured phase."""
     start = time.perf_counter()
-    commands = [parse_command(text, args) for text in (*args.variants, *filter(None, [args.baseline]))]
-    baseline = commands[-1].name if args.baseline else ""
+    commands = [parse_command(text, args) for text in (*filter(None, [args.baseline]), *args.variants)]
+    baseline = commands[0].name if args.baseline else ""  # first, so that a cut leaves something to compare with
     about = ppg_procgen.describe(args) | {"machine": {}, "runs": []}
     del about["algorithm"]
     with suppress(OSError, TypeError):  # not every system says

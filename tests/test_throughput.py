@@ -101,12 +101,12 @@ def test_numbers_order_and_settings(tmp_path, scripts, monkeypatch, capsys):
     monkeypatch.setattr(throughput, "probe", lambda args: MACHINE)
     failed, result = bench(tmp_path, variants=(f"{ours} --arch=dual",), baseline=f"{other} --e-auxiliary 9")
     assert failed == 0
-    assert [call[0] for call in calls(tmp_path)] == ["ours", "other", "ours", "other"]
-    first, second = calls(tmp_path)[:2]
+    assert [call[0] for call in calls(tmp_path)] == ["other", "ours", "other", "ours"]
+    second, first = calls(tmp_path)[:2]
     assert {"--total-timesteps=192", "--num-envs=4", "--e-auxiliary=3", "--no-cuda", "--arch=dual"} <= set(first)
     assert second[-2:] == ["--e-auxiliary", "9"] and "--e-auxiliary=3" not in second
 
-    run, baseline = result["runs"][:2]
+    baseline, run = result["runs"][:2]
     assert run["phase_seconds"] == [11, 13] and baseline["phase_seconds"] == [40, 56]
     assert run["steps_per_second"] == 128 / 24 and baseline["steps_per_second"] == 128 / 96
     assert run["rollout_step_ms"] == pytest.approx(1600 / 8)
@@ -114,7 +114,7 @@ def test_numbers_order_and_settings(tmp_path, scripts, monkeypatch, capsys):
     assert run["aux_update_ms"] == pytest.approx(4800 / 12)  # 3 epochs of 2 x 4 / 2 minibatches
     assert run["passes_per_step"] == {"forward_backward": 8, "forward": 3}
     assert "rollout_step_ms" not in baseline
-    row = result["summary"][0]
+    row = result["summary"][1]
     assert row["times_baseline"] == pytest.approx(4) and row["runs"] == 2
     assert result["hardware"] and result["versions"]["torch"] == torch.__version__ and result["date"]
     shown = capsys.readouterr().out
