@@ -562,7 +562,7 @@ def select_samples(inds: torch.Tensor, **batch: torch.Tensor) -> dict[str, torch
 
 def select_rollouts(device: torch.device, inds: torch.Tensor, **buffer: torch.Tensor) -> dict:  # [PPG-2]
     """Full rollouts inds (R,), slot * N + game, of tensors (N_pi, T, N, ...), as (R * T, ...) on the device. inds are
-    on the host, and so may tensors be: from pinned memory they are copied while the GPU works on what came before."""
+    on the host, and so may tensors be: copies from pinned memory wait in the GPU's queue, not here."""
     selected = {}
     for name, tensor in buffer.items():
         rollouts = [tensor[i // tensor.shape[2], :, i % tensor.shape[2]] for i in inds.tolist()]
@@ -792,9 +792,10 @@ def evaluate(
     obs, _ = envs.reset()
     returns, num_ended = np.zeros((envs.num_envs, episodes_per_env)), np.zeros(envs.num_envs, int)
     while len(active := np.flatnonzero(num_ended < episodes_per_env)):
-        logits, *_ = agent(torch.from_numpy(obs[active]).to(device), value=False)
+        seen = active if device.type == "cpu" else np.arange(envs.num_envs)  # for each size cuDNN would search anew
+        logits, *_ = agent(torch.from_numpy(obs[seen]).to(device), value=False)
         actions = np.zeros(envs.num_envs, np.int64)
-        actions[active] = (logits.argmax(-1) if greedy else sample_action(logits, generator)[0]).cpu().numpy()
+        actions[seen] = (logits.argmax(-1) if greedy else sample_action(logits, generator)[0]).cpu().numpy()
         envs.step_async(actions)
         obs, rewards, terminated, truncated, _ = envs.step_wait()
         returns[active, num_ended[active]] += rewards[active]
@@ -851,7 +852,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         torch.cuda.set_device(device)
     if NUM_RANKS > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
-        cleanup.callback(dist.destroy_process_group)
+        cleanup.push(lambda error, *_: None if error else dist.destroy_process_group())  # it waits for graphs in use
     checkpoint = load_checkpoint(run_dir / "checkpoint.pt") if args.resume else None
     records = Records(args, run_dir, checkpoint and checkpoint["records"]) if RANK == 0 else NoRecords()
     cleanup.enter_context(records)
@@ -899,6 +900,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
         if args.compile:  # force: else it gives up channels_last, as no convolution has more than 64 channels
+            torch._dynamo.config.cache_size_limit = 64  # heads, phases and batch sizes are compiled apart: up to 12
             options = {"force_layout_optimization": True, "coordinate_descent_tuning": True}
             fast_agent = torch.compile(agent, fullgraph=True, dynamic=False, options=options)
         if args.cuda_graphs:
@@ -948,8 +950,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     aux_bytes = num_slots * batch_size * math.prod(obs_shape)
     aux_device = device if args.aux_device != "cpu" else torch.device("cpu")
     if args.aux_device == "auto" and on_gpu:
-        part = max(args.minibatch_size / num_parts, args.num_aux_rollouts * T / num_aux_parts)
-        if aux_bytes + 2e9 + 4e6 * part > torch.cuda.mem_get_info()[0]:  # 4 MB of activations a sample
+        parts = args.minibatch_size / num_parts + args.num_aux_rollouts * T / num_aux_parts  # a graph keeps its memory
+        if aux_bytes + 2e9 + 3e6 * parts > torch.cuda.mem_get_info()[0]:  # 3 MB of activations a sample
             aux_device = torch.device("cpu")
     if aux_device == device:
         aux_obs = torch.empty((num_slots, T, N, *obs_shape), dtype=torch.uint8, device=device)
@@ -971,8 +973,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     if checkpoint:
         for name, thing in stateful.items():
             thing.load_state_dict(checkpoint[name])
-        for opt in optimizers:
-            opt.param_groups[0]["lr"] = opt.param_groups[0]["lr"].to(device)  # which Adam leaves where it was loaded
+        for opt in optimizers:  # Adam leaves both as they were saved, perhaps on another device
+            opt.param_groups[0] |= {"lr": opt.param_groups[0]["lr"].to(device), "capturable": on_gpu}
         own = checkpoint["ranks"][RANK]
         for name, thing in stateful_by_rank.items():
             thing.load_state_dict(own[name])

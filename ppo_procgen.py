@@ -696,9 +696,10 @@ def evaluate(
     obs, _ = envs.reset()
     returns, num_ended = np.zeros((envs.num_envs, episodes_per_env)), np.zeros(envs.num_envs, int)
     while len(active := np.flatnonzero(num_ended < episodes_per_env)):
-        logits, *_ = agent(torch.from_numpy(obs[active]).to(device), value=False)
+        seen = active if device.type == "cpu" else np.arange(envs.num_envs)  # for each size cuDNN would search anew
+        logits, *_ = agent(torch.from_numpy(obs[seen]).to(device), value=False)
         actions = np.zeros(envs.num_envs, np.int64)
-        actions[active] = (logits.argmax(-1) if greedy else sample_action(logits, generator)[0]).cpu().numpy()
+        actions[seen] = (logits.argmax(-1) if greedy else sample_action(logits, generator)[0]).cpu().numpy()
         envs.step_async(actions)
         obs, rewards, terminated, truncated, _ = envs.step_wait()
         returns[active, num_ended[active]] += rewards[active]
@@ -755,7 +756,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         torch.cuda.set_device(device)
     if NUM_RANKS > 1:
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
-        cleanup.callback(dist.destroy_process_group)
+        cleanup.push(lambda error, *_: None if error else dist.destroy_process_group())  # it waits for graphs in use
     checkpoint = load_checkpoint(run_dir / "checkpoint.pt") if args.resume else None
     records = Records(args, run_dir, checkpoint and checkpoint["records"]) if RANK == 0 else NoRecords()
     cleanup.enter_context(records)
@@ -798,6 +799,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
         if args.compile:  # force: else it gives up channels_last, as no convolution has more than 64 channels
+            torch._dynamo.config.cache_size_limit = 64  # heads, phases and batch sizes are compiled apart: up to 12
             options = {"force_layout_optimization": True, "coordinate_descent_tuning": True}
             fast_agent = torch.compile(agent, fullgraph=True, dynamic=False, options=options)
         if args.cuda_graphs:
@@ -850,9 +852,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     if checkpoint:
         for name, thing in stateful.items():
             thing.load_state_dict(checkpoint[name])
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"].to(
-            device
-        )  # which Adam leaves where it was loaded
+        # Adam leaves both as they were saved, perhaps on another device
+        optimizer.param_groups[0] |= {"lr": optimizer.param_groups[0]["lr"].to(device), "capturable": on_gpu}
         own = checkpoint["ranks"][RANK]
         for name, thing in stateful_by_rank.items():
             thing.load_state_dict(own[name])
