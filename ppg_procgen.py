@@ -994,14 +994,10 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
 
     save(start_iteration)  # a new run can be resumed from its first moment, an extended one stays extended
     num_phases = num_iterations // (args.n_iteration * args.aux_interval) if args.e_auxiliary > 0 else 0
-    levels, steps, done = (
-        args.num_levels or "all",
-        num_iterations * NUM_RANKS * batch_size,
-        start_iteration * batch_size,
-    )
-    ranks = f"{NUM_RANKS} ranks x " if NUM_RANKS > 1 else ""
-    print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
-    print(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {NUM_RANKS * done:,}")
+    size, ranks = NUM_RANKS * batch_size, f"{NUM_RANKS} ranks x " if NUM_RANKS > 1 else ""
+    steps, start = num_iterations * size, start_iteration * size
+    print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {args.num_levels or 'all'} levels, seed {args.seed}")
+    print(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {start:,}")
     what = f"{num_phases:,} auxiliary phases in {args.aux_dtype} over {aux_bytes / 1e9:.1f} GB on {aux_device}"
     print(f"{args.arch} on {device}, {what}")
 
@@ -1068,12 +1064,10 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         batch = {"obs": b_obs, "actions": actions.flatten(), "old_logprobs": logprobs.flatten()}
         batch |= {"advantages": advantages.flatten(), "returns": returns.flatten(), "values": values[:-1].flatten()}
         stats: list[dict[str, np.ndarray]] = []
+        select = partial(select_samples, **batch)
         for step in epochs:
             b_inds = torch.randperm(batch_size, device=device).view(args.num_minibatches, -1)
-            updates = []
-            for mb_inds in b_inds:
-                updates.append(step(**select_samples(mb_inds, **batch)))
-            select = partial(select_samples, **batch)
+            updates = [step(**select(mb_inds)) for mb_inds in b_inds]
             stats.append(fetch_stats(updates, "losses/", f"policy phase {where}", run_dir, select, b_inds))
         clock.append(time.perf_counter())
 
@@ -1090,9 +1084,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
                 records.bar.set_description(f"auxiliary epoch {epoch + 1}")
                 aux_inds = torch.randperm(num_slots * N).view(-1, args.num_aux_rollouts)
                 aux_inds = aux_inds[: args.num_aux_minibatches or None]
-                updates = []
-                for mb_inds in aux_inds:
-                    updates.append(aux_update(**select(mb_inds)))
+                updates = [aux_update(**select(mb_inds)) for mb_inds in aux_inds]
                 stats.append(fetch_stats(updates, "losses/aux/", f"auxiliary phase {where}", run_dir, select, aux_inds))
         clock.append(time.perf_counter())
 

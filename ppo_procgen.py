@@ -872,14 +872,10 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         write_atomically(run_dir / "checkpoint.pt", hashlib.sha256(data).digest() + data)
 
     save(start_iteration)  # a new run can be resumed from its first moment, an extended one stays extended
-    levels, steps, done = (
-        args.num_levels or "all",
-        num_iterations * NUM_RANKS * batch_size,
-        start_iteration * batch_size,
-    )
-    ranks = f"{NUM_RANKS} ranks x " if NUM_RANKS > 1 else ""
-    print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {levels} levels, seed {args.seed}")
-    print(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {NUM_RANKS * done:,}")
+    size, ranks = NUM_RANKS * batch_size, f"{NUM_RANKS} ranks x " if NUM_RANKS > 1 else ""
+    steps, start = num_iterations * size, start_iteration * size
+    print(f"{run_dir}: {args.env_id} {args.distribution_mode}, {args.num_levels or 'all'} levels, seed {args.seed}")
+    print(f"{num_iterations:,} iterations of {ranks}{N} x {T} = {steps:,} steps, from step {start:,}")
     print(f"on {device}")
 
     # ---- evaluation: on levels outside of the training range and, where training is restricted to some, on those. The
@@ -934,16 +930,16 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         batch = {"obs": obs.flatten(0, 1), "actions": actions.flatten(), "old_logprobs": logprobs.flatten()}
         batch |= {"advantages": advantages.flatten(), "returns": returns.flatten(), "values": values[:-1].flatten()}
         stats: list[dict[str, np.ndarray]] = []
+        select = partial(select_samples, **batch)
         for step in epochs:
             b_inds = torch.randperm(batch_size, device=device).view(args.num_minibatches, -1)
             mb_advantages = torch.cat(gather(advantages.flatten()[b_inds].cpu()), 1)  # of all ranks
             stds, means = torch.std_mean(mb_advantages, 1, correction=0)
             updates = []
             for mb_inds, std, mean in zip(b_inds, stds.tolist(), means.tolist(), strict=True):
-                minibatch = select_samples(mb_inds, **batch)
+                minibatch = select(mb_inds)
                 minibatch["advantages"] = (minibatch["advantages"] - mean) / (std + 1e-8)
                 updates.append(step(**minibatch))
-            select = partial(select_samples, **batch)
             stats.append(fetch_stats(updates, "losses/", f"updates {where}", run_dir, select, b_inds))
         clock.append(time.perf_counter())
 
