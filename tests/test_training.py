@@ -438,20 +438,22 @@ def test_probe_the_policy_learns_to_look(run, monkeypatch, arch):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_learns_a_real_game(run):
-    """Twice what random actions get in starpilot, on all its easy levels, over the last 100 episodes."""
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_learns_a_real_game(run, seed):
+    """Ten times what random actions get in starpilot's first easy level, over the last 100 episodes."""
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count())
-    flags = {"env_id": "starpilot", "num_envs": 16, "num_steps": 64, "num_minibatches": 4, "arch": "detach"}
-    run_dir = run(**flags, n_iteration=16, num_aux_rollouts=4, e_auxiliary=2, total_timesteps=80_000)
+    flags = {"env_id": "starpilot", "num_levels": 1, "num_envs": 16, "num_steps": 64, "num_minibatches": 4}
+    flags |= {"arch": "detach", "gamma": 0.99, "n_iteration": 16, "num_aux_rollouts": 4, "e_auxiliary": 2}
+    run_dir = run(**flags, aux_dtype="auto", seed=seed, total_timesteps=50_000)
     torch.set_num_threads(threads)
     learned, random = float(read_rows(run_dir)[-1]["charts/mean_return_100"]), evaluate_random()
-    print(f"random {random:.2f}, after 80,000 steps {learned:.2f}")
-    assert learned > 2 * random
+    print(f"random {random:.2f}, after 50,000 steps {learned:.2f}")
+    assert learned > 10 * random
 
 
 def evaluate_random():
-    envs = ProcgenVectorEnv("starpilot", 256, seed=5)
+    envs = ProcgenVectorEnv("starpilot", 256, num_levels=1, seed=5)
 
     class Uniform(torch.nn.Linear):
         def forward(self, obs, value):
