@@ -16,6 +16,7 @@ the paper. [PPG-k] marks what PPG does and PPO does not; README.md lists the six
 
 Departures from openai/phasic-policy-gradient, with the flag that takes each back:
 - rewards are normalised with the algorithm's discount, not 0.99          --reward-gamma 0.99
+- auxiliary phase in bfloat16, the rest in TF32, where hardware has it    --aux-dtype float32 --no-tf32
 - 64 environments on easy levels, not 4 x 64 on hard ones                 --num-envs, --distribution-mode
 """
 
@@ -64,11 +65,12 @@ with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which pr
     from procgen import ProcgenGym3Env
 
 ALGORITHM = "ppg"
+MAY_CHANGE = ("num_grad_accum", "num_aux_grad_accum", "aux_device", "env_threads")  # when a run is resumed
 SAVES_MEMORY = "--num-grad-accum 2, --num-aux-grad-accum 2 (or more) or --aux-device cpu"
 # torchrun starts several ranks, each with environments of its own, and tells them so; alone there is rank 0 of 1
-RANK, LOCAL_RANK, NUM_RANKS = (
-    int(os.environ.get(k, d)) for k, d in [("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)]
-)
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LAUNCHER = "python" if NUM_RANKS == 1 else f"torchrun ({NUM_RANKS} ranks)"
 # fmt: off
 Game = Literal["bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
                "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot"]
@@ -88,7 +90,7 @@ NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
 class Args:
     # ---- the run
     env_id: Game = "starpilot"  # procgen game
-    total_timesteps: int = 25_000_000  # environment steps of the whole run, in iterations of num_envs * num_steps
+    total_timesteps: int = 25_000_000  # environment steps of the whole run, of all ranks
     seed: int = 1  # seeds Python, numpy, torch and procgen; on a CPU the same seed gives the same bits
     exp_name: str = "ppg_procgen"  # name of the experiment, part of the run folder's name
     run_dir: str = ""  # folder for the records (default: runs/{env_id}__{exp_name}__{seed}__{time})
@@ -112,7 +114,7 @@ class Args:
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"  # kind of levels
     num_levels: int = 0  # number of training levels; 0: all
     start_level: int = 0  # first training level
-    num_envs: int = 64  # N: parallel environments
+    num_envs: int = 64  # N: parallel environments, of each rank
     env_threads: int = 0 if (os.cpu_count() or 1) <= 2 else 4  # procgen's threads; 0: step in the main thread
 
     # ---- optimisation
@@ -124,7 +126,9 @@ class Args:
     reward_gamma: float | None = None  # discount of the reward normalisation (default: gamma; reference code: 0.99)
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
     policy_dtype: Literal["float32", "bfloat16"] = "float32"  # precision of the networks in rollout and policy phase
-    num_grad_accum: int = 0  # parts, at most, to run a minibatch in: same step, less memory; 0: 1, on a CPU of 512
+    num_grad_accum: int = (
+        0  # parts, at most, to run a minibatch in: same step, less memory; 0: one, on a CPU of 512 samples
+    )
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     # E_V: value epochs; where it is not E_pi they come before the policy's, with an optimizer of their own
     e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1
@@ -204,11 +208,8 @@ class Args:
         require(not gpu or torch.cuda.device_count() > LOCAL_RANK, "there are more ranks than GPUs on this machine")
         if self.aux_dtype == "auto":
             cpu = Path("/proc/cpuinfo")
-            fast = (
-                torch.cuda.get_device_capability() >= (8, 0)
-                if gpu
-                else (cpu.exists() and "avx512_bf16" in cpu.read_text())
-            )
+            fast = cpu.exists() and "avx512_bf16" in cpu.read_text()
+            fast = torch.cuda.get_device_capability(LOCAL_RANK) >= (8, 0) if gpu else fast
             self.aux_dtype = "bfloat16" if fast else "float32"
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
@@ -398,7 +399,7 @@ class Agent(nn.Module):
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed activations: to map them anew at each update costs a third of the time on a CPU."""
+    """Have glibc keep freed activations: to map them anew at each update costs up to 40 % of the time on a CPU."""
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
@@ -407,7 +408,7 @@ def keep_freed_memory() -> None:
 
 class CudaGraph:
     """A function from tensors by name to tensors by name, recorded at its fourth call and from then on launched as a
-    whole, in the time that one kernel takes. The calls before warm it up on real work, so that no state needs to be put
+    whole. The calls before warm it up on real work, so that no state needs to be put
     back. Shapes and the tensors that the function changes must stay the same."""
 
     def __init__(self, function: Callable) -> None:
@@ -428,13 +429,15 @@ class CudaGraph:
         return {name: x.clone() for name, x in self.outputs.items()}  # the next call overwrites them
 
 
-@contextlib.contextmanager
-def other_ranks():
-    """A rank that is gone fails the operations of the others: not their fault, and no reason for a traceback."""
+def collective(operation: Callable, *tensors) -> None:
+    """What all ranks do together. Without one of them it fails: not this one's fault, and nothing for a traceback."""
     try:
-        yield
+        operation(*tensors)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        raise Stopped(f"rank {RANK} has lost another rank ({str(error).splitlines()[0]})", 1) from None
+        reason = str(error).partition("\n")[0]
+        raise Stopped(f"rank {RANK} has lost another rank ({reason})", 1) from None
 
 
 def sync_grads(params: list[nn.Parameter]) -> None:
@@ -442,18 +445,16 @@ def sync_grads(params: list[nn.Parameter]) -> None:
     if NUM_RANKS > 1:
         grads = [param.grad for param in params if param.grad is not None]
         flat = torch.cat([grad.flatten() for grad in grads])
-        with other_ranks():
-            dist.all_reduce(flat)
+        collective(dist.all_reduce, flat)
         for grad, mean in zip(grads, (flat / NUM_RANKS).split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(mean.view_as(grad))
 
 
-def gather(x) -> list:
+def all_gather(x) -> list:
     """x of every rank, on every rank, in the ranks' order. For what is not large: it goes through pickle."""
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
-        with other_ranks():
-            dist.all_gather_object(everyone, x)
+        collective(dist.all_gather_object, everyone, x)
     return everyone
 
 
@@ -468,9 +469,7 @@ def sample_action(logits: torch.Tensor, generator: torch.Generator | None = None
     return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
-def compute_gae(
-    rewards: torch.Tensor, values: torch.Tensor, dones: torch.Tensor, gamma: float, gae_lambda: float
-) -> torch.Tensor:
+def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> torch.Tensor:
     """Advantages (T, N) by generalised advantage estimation (Schulman et al., 2016) of rewards (T, N), values
     (T + 1, N), the last row being the bootstrap, and dones (T, N), 1 where the step ended an episode."""
     advantages, last, continues = torch.empty_like(rewards), torch.zeros_like(rewards[0]), 1 - dones
@@ -575,12 +574,14 @@ def select_rollouts(device: torch.device, inds: torch.Tensor, **buffer: torch.Te
 COLUMNS = (
     "iteration,global_step,episodes,wall_time,charts/episodic_return,charts/episodic_length,charts/mean_return_100,"
     "charts/SPS,charts/learning_rate,losses/value_loss,losses/policy_loss,losses/entropy,losses/old_approx_kl,"
-    "losses/approx_kl,losses/clipfrac,losses/explained_variance,losses/grad_norm,losses/weight_norm,losses/aux/kl_loss,"
-    "losses/aux/aux_value_loss,losses/aux/real_value_loss,losses/aux/grad_norm,losses/aux/weight_norm,time/rollout,"
-    "time/policy_phase,time/aux_phase,time/evaluation,eval/train_return,eval/train_stderr,eval/test_return,"
+    "losses/approx_kl,losses/clipfrac,losses/explained_variance,losses/grad_norm,losses/weight_norm,"
+    "losses/aux/kl_loss,losses/aux/aux_value_loss,losses/aux/real_value_loss,losses/aux/grad_norm,losses/aux/weight_norm,"
+    "time/rollout,time/policy_phase,"
+    "time/aux_phase,"
+    "time/evaluation,eval/train_return,eval/train_stderr,eval/test_return,"
     "eval/test_stderr,eval/generalization_gap"
 ).split(",")
-PHASES = ("rollout", "policy_phase", "aux_phase", "evaluation")
+PHASES = [name.removeprefix("time/") for name in COLUMNS if name.startswith("time/")]
 
 
 class UsageError(Exception):
@@ -592,11 +593,7 @@ class Stopped(BaseException):  # no Exception, which code that it is raised in m
 
 
 def stop(number: int, _) -> None:
-    """SIGINT, SIGTERM and SLURM's SIGUSR1 end a run wherever it is: what is on the disk bears a kill at any moment.
-    More of them change nothing, as torchrun and SLURM both signal a rank; but a second Ctrl-C does not wait."""
-    for again in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(again, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    """SIGINT, SIGTERM and SLURM's SIGUSR1 end a run wherever it is: what is on the disk bears a kill at any moment."""
     raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
 
@@ -741,15 +738,13 @@ def describe(args: Args) -> dict:
         commit = subprocess.run(git, cwd=Path(__file__).resolve().parent, capture_output=True, text=True).stdout.strip()
     gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
     about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": commit}
-    about["command"] = shlex.join(["python", *sys.argv])
+    about["command"] = f"{LAUNCHER} {shlex.join(sys.argv)}"
     about["versions"] = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     about["hardware"] = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
     return about | {"date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
 
 
-def fetch_stats(
-    updates: list[dict], prefix: str, where: str, run_dir: Path, select: Callable, inds: torch.Tensor
-) -> dict:
+def fetch_stats(updates: list[dict], prefix: str, where: str, run_dir: Path, select: Callable, inds) -> dict:
     """The statistics of an epoch's updates, means over all ranks, in one copy to the host: prefix + name to an array,
     one number an update.
 
@@ -757,19 +752,18 @@ def fetch_stats(
     select(inds[k]) too, is in nonfinite.json.
     """
     table = torch.stack([torch.stack(list(stats.values())) for stats in updates]).cpu().numpy()
-    tables = np.stack(gather(table), -1)
+    tables = np.stack(all_gather(table), -1)
     if not np.isfinite(tables).all():
         k, column, rank = np.argwhere(~np.isfinite(tables))[0]  # of that update the quantity that is computed first
-        message = (
-            f"{list(updates[k])[column]} is {tables[k, column, rank]} at update {k + 1} of {len(table)} of the {where}"
-        )
+        name = list(updates[k])[column]
+        message = f"{name} is {tables[k, column, rank]} at update {k + 1} of {len(table)} of the {where}"
         message += f", rank {rank}" if NUM_RANKS > 1 else ""
         report = {"message": message, "update": dict(zip(updates[k], table[k].tolist(), strict=True)), "minibatch": {}}
         for name, tensor in select(inds[k]).items():
             x = tensor.float()
             report["minibatch"][name] = {"shape": list(x.shape), "not_finite": int((~x.isfinite()).sum())}
             report["minibatch"][name] |= {f: getattr(x, f)().item() for f in ("min", "max", "mean", "std")}
-        report = gather(report)[rank]
+        report = all_gather(report)[rank]
         if RANK == 0:
             (run_dir / "nonfinite.json").write_text(json.dumps(report, indent=2) + "\n")
         raise Stopped(message, 1)
@@ -781,9 +775,7 @@ def fetch_stats(
 
 
 @torch.no_grad()
-def evaluate(
-    agent, envs, episodes_per_env: int, seed: int, greedy: bool, on_step: Callable | None = None
-) -> np.ndarray:
+def evaluate(agent, envs, episodes_per_env: int, seed: int, greedy: bool, on_step=lambda *_: None) -> np.ndarray:
     """Raw returns (num_envs, episodes_per_env) of the first episodes from where envs stands. As many in each: were the
     first to end taken from wherever, short episodes would be favoured. Draws from a generator of its own, and calls
     on_step(indices of the environments still playing, returns so far) after each step."""
@@ -800,8 +792,7 @@ def evaluate(
         obs, rewards, terminated, truncated, _ = envs.step_wait()
         returns[active, num_ended[active]] += rewards[active]
         num_ended[active] += (terminated | truncated)[active]
-        if on_step:
-            on_step(np.flatnonzero(num_ended < episodes_per_env), returns)
+        on_step(np.flatnonzero(num_ended < episodes_per_env), returns)
     return returns
 
 
@@ -843,21 +834,17 @@ def record_video(agent: Agent, envs, path: Path, seed: int, greedy: bool) -> byt
 
 
 def train(args: Args, cleanup: contextlib.ExitStack) -> None:
-    """Algorithm 1 of the paper. What must be undone in the end, however it comes, is entered into cleanup."""
+    """The whole algorithm. What must be undone in the end, however it comes, is entered into cleanup."""
     # ---- set-up
     run_dir = Path(args.run_dir)
     device = torch.device(f"cuda:{LOCAL_RANK}" if args.cuda and torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
-    if NUM_RANKS > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(minutes=10))
-        cleanup.push(lambda error, *_: None if error else dist.destroy_process_group())  # it waits for graphs in use
+        torch.cuda.set_stream(torch.cuda.Stream())  # on the default one no graph can be recorded
     checkpoint = load_checkpoint(run_dir / "checkpoint.pt") if args.resume else None
     records = Records(args, run_dir, checkpoint and checkpoint["records"]) if RANK == 0 else NoRecords()
     cleanup.enter_context(records)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, stop)
     T, N, batch_size, num_iterations = args.num_steps, args.num_envs, args.batch_size, args.num_iterations
     random.seed(args.seed)
     np.random.seed(args.seed)
@@ -881,20 +868,27 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         torch.manual_seed(rank_seed)
 
     def make_optimizer(lr: float) -> torch.optim.Adam:
-        lr = torch.tensor(lr, device=device)  # a number would be the same for ever in a CUDA graph
-        return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=on_gpu)  # [PPG-6]
+        # the lr in use is a tensor: a CUDA graph would keep the value of a number
+        group = {"params": agent.parameters(), "lr": torch.tensor(lr, device=device), "initial_lr": lr}
+        return torch.optim.Adam([group], eps=1e-8, fused=True, capturable=on_gpu)  # [PPG-6]
 
     optimizer = value_optimizer = aux_optimizer = make_optimizer(args.learning_rate)
     if not args.single_optimizer:
         value_optimizer = make_optimizer(args.learning_rate)  # for E_pi != E_V
         aux_optimizer = make_optimizer(args.aux_learning_rate)  # [PPG-5]
-    optimizers = (optimizer, value_optimizer, aux_optimizer)
+    optimizers = {"optimizer": optimizer, "value_optimizer": value_optimizer, "aux_optimizer": aux_optimizer}
+    if NUM_RANKS > 1:  # not before Adam imports torch._dynamo: that would keep gloo's threads, which abort at exit
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))
+        # after an error NCCL would wait for CUDA graphs that are still held
+        cleanup.push(lambda error, *_: None if error and on_gpu else dist.destroy_process_group())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # no sooner: who waits for others hears none
+        signal.signal(number, stop)
 
     # ---- speed: the loop is the same whatever is chosen here
     part_size = 2**31 if on_gpu else 512  # more does not pay on a CPU, and takes gigabytes
     num_parts = args.num_grad_accum or math.ceil(args.minibatch_size / part_size)
     num_aux_parts = args.num_aux_grad_accum or math.ceil(args.num_aux_rollouts * T / part_size)
-    fast_agent, graphed = agent, lambda function: function
+    fast_agent, graphed = agent, CudaGraph if on_gpu and args.cuda_graphs else lambda function: function
     if on_gpu:
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
@@ -903,9 +897,6 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             torch._dynamo.config.cache_size_limit = 64  # heads, phases and batch sizes are compiled apart: up to 12
             options = {"force_layout_optimization": True, "coordinate_descent_tuning": True}
             fast_agent = torch.compile(agent, fullgraph=True, dynamic=False, options=options)
-        if args.cuda_graphs:
-            graphed = CudaGraph
-            torch.cuda.set_stream(torch.cuda.Stream())  # on the default one nothing can be recorded
     else:
         keep_freed_memory()
 
@@ -920,7 +911,6 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         return forward
 
     policy_agent, aux_agent = in_precision(args.policy_dtype), in_precision(args.aux_dtype)
-
     single_network = args.arch != "dual"  # its values come along with the actions, for nothing
 
     def upload(array: np.ndarray) -> torch.Tensor:
@@ -950,8 +940,9 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     aux_bytes = num_slots * batch_size * math.prod(obs_shape)
     aux_device = device if args.aux_device != "cpu" else torch.device("cpu")
     if args.aux_device == "auto" and on_gpu:
-        parts = args.minibatch_size / num_parts + args.num_aux_rollouts * T / num_aux_parts  # a graph keeps its memory
-        if aux_bytes + 2e9 + 3e6 * parts > torch.cuda.mem_get_info()[0]:  # 3 MB of activations a sample
+        # 3 MB of activations a sample, in both phases at once: a CUDA graph keeps its memory
+        samples = args.minibatch_size / num_parts + args.num_aux_rollouts * T / num_aux_parts
+        if aux_bytes + 2e9 + 3e6 * samples > torch.cuda.mem_get_info()[0]:
             aux_device = torch.device("cpu")
     if aux_device == device:
         aux_obs = torch.empty((num_slots, T, N, *obs_shape), dtype=torch.uint8, device=device)
@@ -965,15 +956,14 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     firsts, dones = np.empty((T, N), bool), np.empty((T, N), bool)  # the step began, ended an episode
     next_done = np.ones(N, bool)  # next_obs begins an episode
 
-    # ---- start, or continue from a checkpoint, which stands at the end of a phase: the buffer is empty there
-    stateful = {"agent": agent, "optimizer": optimizer, "value_optimizer": value_optimizer}
-    stateful |= {"aux_optimizer": aux_optimizer, "episodes": episodes, "rewards": reward_normalizer}
+    # ---- start, or continue from a checkpoint
+    stateful = {"agent": agent, "episodes": episodes, "rewards": reward_normalizer} | optimizers
     stateful_by_rank = {"envs": envs, "random": RandomState(device)}
     start_iteration, start_time = 0, time.perf_counter()
     if checkpoint:
         for name, thing in stateful.items():
             thing.load_state_dict(checkpoint[name])
-        for opt in optimizers:  # Adam leaves both as they were saved, perhaps on another device
+        for opt in optimizers.values():  # Adam leaves both as they were saved, perhaps on another device
             opt.param_groups[0] |= {"lr": opt.param_groups[0]["lr"].to(device), "capturable": on_gpu}
         own = checkpoint["ranks"][RANK]
         for name, thing in stateful_by_rank.items():
@@ -984,7 +974,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
 
     def save(iteration: int) -> None:
         own = {name: thing.state_dict() for name, thing in stateful_by_rank.items()}
-        ranks = gather(own | {"next_done": torch.tensor(next_done)})
+        ranks = all_gather(own | {"next_done": torch.tensor(next_done)})
         if RANK > 0:
             return
         state = {"algorithm": ALGORITHM, "args": asdict(args), "iteration": iteration, "ranks": ranks}
@@ -1019,13 +1009,14 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock = [time.perf_counter()]
         records.bar.set_description("policy phase")
-        global_step, slot = iteration * NUM_RANKS * batch_size, (iteration - 1) % num_slots
+        global_step = iteration * NUM_RANKS * batch_size
         where = f"of iteration {iteration}, step {global_step:,}"
         remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0  # by global progress alone
-        for opt, lr in zip(optimizers, (args.learning_rate, args.learning_rate, args.aux_learning_rate), strict=True):
-            opt.param_groups[0]["lr"].fill_(remaining * lr)
+        for opt in optimizers.values():
+            opt.param_groups[0]["lr"].fill_(remaining * opt.param_groups[0]["initial_lr"])
 
-        # -- rollout, straight into its slot of the buffer
+        # -- rollout
+        slot = (iteration - 1) % num_slots  # of the buffer, which is empty when a run is resumed
         obs = aux_obs[slot] if aux_device == device else rollout_obs
         for t in range(T):
             obs[t] = upload(next_obs)
@@ -1038,30 +1029,29 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             records.bar.update(NUM_RANKS * N)
         if aux_device != device:
             aux_obs[slot].transpose(0, 1).copy_(obs.transpose(0, 1))
-        all_rewards, all_firsts, all_dones = (np.concatenate(gather(x), 1) for x in (rewards, firsts, dones))
+        all_rewards, all_firsts, all_dones = (np.concatenate(all_gather(x), 1) for x in (rewards, firsts, dones))
         if not np.isfinite(all_rewards).all():
             raise Stopped(f"a reward is not finite in the rollout {where}", 1)
         episode_returns, episode_lengths = episodes.update(all_rewards, all_dones)
 
-        # -- values of the T * N observations, if they are still to do in large batches, and of the N after them
-        b_obs = obs.flatten(0, 1)
+        # -- values and advantages; rewards are normalised over all ranks
         with torch.no_grad():
-            chunks = () if single_network else b_obs.chunk(args.num_minibatches * num_parts)
-            values = [policy_agent(chunk, policy=False)[1] for chunk in chunks] or [rollout["values"].flatten()]
-            values = torch.cat([*values, policy_agent(upload(next_obs), policy=False)[1]]).view(T + 1, N)
-
-        # -- advantages: rewards and advantages are normalised over all ranks
+            if not single_network:  # in large batches
+                chunks = obs.flatten(0, 1).chunk(args.num_minibatches * num_parts)
+                rollout["values"] = torch.cat([policy_agent(x, policy=False)[1] for x in chunks]).view(T, N)
+            next_values = policy_agent(upload(next_obs))[1]
+        values = torch.cat([rollout["values"], next_values.unsqueeze(0)])
         normalized_rewards = reward_normalizer(all_rewards, all_firsts)[:, RANK * N : (RANK + 1) * N]
         ended = upload(dones.astype(np.float32))
         advantages = compute_gae(upload(normalized_rewards), values, ended, args.gamma, args.gae_lambda)
         returns = aux_returns[slot] = advantages + values[:-1]
-        std, mean = torch.std_mean(torch.cat(gather(advantages.cpu())), correction=0)
+        std, mean = torch.std_mean(torch.cat(all_gather(advantages.cpu())), correction=0)
         advantages = (advantages - mean.item()) / (std.item() + 1e-8)  # [PPG-4]
         clock.append(time.perf_counter())
 
         # -- policy phase
         actions, logprobs = rollout["actions"], rollout["logprobs"]
-        batch = {"obs": b_obs, "actions": actions.flatten(), "old_logprobs": logprobs.flatten()}
+        batch = {"obs": obs.flatten(0, 1), "actions": actions.flatten(), "old_logprobs": logprobs.flatten()}
         batch |= {"advantages": advantages.flatten(), "returns": returns.flatten(), "values": values[:-1].flatten()}
         stats: list[dict[str, np.ndarray]] = []
         select = partial(select_samples, **batch)
@@ -1098,7 +1088,7 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
         row["charts/learning_rate"] = remaining * args.learning_rate
         for name in dict.fromkeys(name for epoch in stats for name in epoch):  # means over all updates of the iteration
             row[name] = float(np.concatenate([epoch[name] for epoch in stats if name in epoch]).mean())
-        all_values, all_returns = (torch.cat(gather(x.cpu())) for x in (values[:-1], returns))
+        all_values, all_returns = (torch.cat(all_gather(x.cpu())) for x in (values[:-1], returns))
         row["losses/explained_variance"] = explained_variance(all_values, all_returns).item()
         is_last = iteration == num_iterations
         if eval_envs and (is_last or (args.eval_interval > 0 and iteration % args.eval_interval == 0)):
@@ -1122,11 +1112,12 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
             row[f"time/{name}"] = end - begin
         row["wall_time"] = clock[-1] - start_time
         row["charts/SPS"] = (iteration - start_iteration) * NUM_RANKS * batch_size / (clock[-1] - session_start)
-        phase_ends = iteration % (args.n_iteration if args.e_auxiliary > 0 else args.checkpoint_interval) == 0
-        if RANK == 0 and (phase_ends or is_last):
+        checkpoint_due = iteration % (args.n_iteration if args.e_auxiliary > 0 else args.checkpoint_interval) == 0
+        checkpoint_due |= is_last and args.e_auxiliary == 0
+        if RANK == 0 and (checkpoint_due or is_last):
             write_atomically(run_dir / "agent.pt", serialize({k: x.cpu() for k, x in agent.state_dict().items()}))
         records.write(row)
-        if phase_ends or (is_last and args.e_auxiliary == 0):
+        if checkpoint_due:
             save(iteration)
 
 
@@ -1152,12 +1143,19 @@ def main(args: Args) -> None:
     except (OSError, json.JSONDecodeError) as error:
         raise UsageError(f"{run_dir} cannot be used, or holds a run to --resume: {error}") from None
     with contextlib.ExitStack() as restore:
-        restore.enter_context(contextlib.redirect_stdout(None if RANK > 0 else sys.stdout))  # rank 0 speaks for all
+        if RANK > 0:  # the first one speaks for all
+            devnull = restore.enter_context(open(os.devnull, "w"))
+            restore.enter_context(contextlib.redirect_stdout(devnull))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # train() sets them; back when all is said
             restore.callback(signal.signal, number, signal.getsignal(number))
         try:
             with contextlib.ExitStack() as cleanup:
-                train(args, cleanup)
+                try:
+                    train(args, cleanup)
+                finally:  # torchrun and SLURM may signal a rank that is ending; but a second Ctrl-C does not wait
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
             return print(f"finished; weights, metrics and checkpoint are in {run_dir}")
         except Stopped as stopped:
             reason, code = stopped.args
@@ -1169,9 +1167,8 @@ def main(args: Args) -> None:
             reason, code = error, 1
         print(f"stopped: {reason}", file=sys.stderr)
         if RANK == 0 and (run_dir / "checkpoint.pt").exists():
-            launch = ["python"] if NUM_RANKS == 1 else ["torchrun", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
-            command = shlex.join([*launch, sys.argv[0], "--resume", str(run_dir)])
-            print(f"the last checkpoint is whole, to continue: {command}", file=sys.stderr)
+            command = shlex.join([sys.argv[0], "--resume", str(run_dir)])
+            print(f"the last checkpoint is whole, to continue: {LAUNCHER} {command}", file=sys.stderr)
         sys.exit(code)
 
 
@@ -1187,9 +1184,7 @@ def parse_args() -> Args:
     if checkpoint.get("algorithm") != ALGORITHM or not set(names) <= set(checkpoint["args"]):
         raise UsageError(f"{resume} is no run of this version of {Path(__file__).name}")
     if (num_ranks := checkpoint["args"]["num_ranks"]) != NUM_RANKS:
-        raise UsageError(
-            f"{resume} is a run of {num_ranks} rank(s), not {NUM_RANKS}: torchrun --nproc-per-node sets their number"
-        )
+        raise UsageError(f"{resume} is a run of {num_ranks} rank(s), not {NUM_RANKS}: torchrun sets their number")
     values = {name: checkpoint["args"][name] for name in names} | {"resume": resume, "run_dir": resume}
     try:
         saved = Args(**values)
@@ -1198,7 +1193,8 @@ def parse_args() -> Args:
     args = tyro.cli(Args, default=saved)
     for name in names:
         before, now = getattr(saved, name), getattr(args, name)
-        if now != before and (name != "total_timesteps" or now < before or args.anneal_lr):
+        longer = name == "total_timesteps" and now > before and not args.anneal_lr
+        if now != before and not longer and name not in MAY_CHANGE:
             raise UsageError(f"--{name.replace('_', '-')} {now} contradicts the checkpoint, which has {before}")
     return Args(**{name: getattr(args, name) for name in names})  # tyro took the derived fields from its default
 
@@ -1209,5 +1205,5 @@ if __name__ == "__main__":
     except UsageError as error:
         print(f"{Path(__file__).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # the second Ctrl-C
+    except KeyboardInterrupt:  # one before training has begun, or a second one
         sys.exit(130)

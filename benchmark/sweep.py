@@ -133,7 +133,7 @@ class Progress(NamedTuple):
     steps_per_second: float
 
     def cells(self) -> tuple[str, ...]:
-        total = self.args["num_iterations"] * self.args["batch_size"]
+        total = self.args["num_iterations"] * self.args["batch_size"] * self.args.get("num_ranks", 1)
         left = f"{timedelta(seconds=int((total - self.steps) / self.steps_per_second))} left"
         return f"{self.steps:,} steps", f"{self.steps / total:.0%}", f"return {self.mean_return:.2f}", left
 

@@ -197,7 +197,7 @@ def test_a_lost_rank_ends_the_run_and_it_resumes_to_the_bits_of_one_never_killed
         re.findall(rf"^stopped: rank {1 - rank} has lost another rank \(.+\)$", result.errors, re.M)[:1],
     ), result.errors
     assert_no_traceback_of_ours(result)
-    command = f"to continue: torchrun --nproc-per-node 2 ppg_procgen.py --resume {run_dir}\n"
+    command = f"to continue: torchrun (2 ranks) ppg_procgen.py --resume {run_dir}\n"
     assert (command in result.errors) == (rank == 1), "rank 0 says how to go on"
 
     result = torchrun(ROOT / "ppg_procgen.py", "--resume", run_dir)

@@ -403,14 +403,14 @@ requeued = pathlib.Path(__file__).with_name("requeued")
 for index in re.sub("%.*", "", options["array"]).split(","):
     while True:
         requeued.unlink(missing_ok=True)
-        environment = os.environ | {"SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "7"}
+        environment = os.environ | {"SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
         with open(options["output"].replace("%A", "7").replace("%a", index), "a") as output:
             task = subprocess.run(["bash", script, *arguments], env=environment, stdout=output, stderr=output)
         if not requeued.exists():
             break
     print("task", index, "exit code", task.returncode)
 """,
-    "srun": "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])",
+    "srun": "import os, sys; assert sys.argv[1] == '--cpus-per-task=8'; os.execvp(sys.argv[2], sys.argv[2:])",
     "scontrol": "import pathlib, sys; assert sys.argv[1:] == ['requeue', '7']; "
     "pathlib.Path(__file__).with_name('requeued').touch()",
 }
