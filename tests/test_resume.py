@@ -219,6 +219,15 @@ def test_a_second_interrupt_stops_at_once(tmp_path):
     assert process.returncode == 130 and "Traceback" not in errors
 
 
+def test_what_saves_memory_may_change_when_a_run_goes_on(run):
+    run_dir = run(total_timesteps=128)
+    flags = ["--total-timesteps", "256", "--num-grad-accum", "2", "--num-aux-grad-accum", "2", "--aux-device", "cpu"]
+    ppg_procgen.main(resumed_args(ppg_procgen, run_dir, *flags))
+    assert len(read_rows(run_dir)) == 4
+    with pytest.raises(UsageError, match="contradicts"):
+        resumed_args(ppg_procgen, run_dir, "--num-minibatches", "4")
+
+
 def test_a_run_in_use_is_refused(run):
     run_dir = run(total_timesteps=128)
     args = resumed_args(ppg_procgen, run_dir, "--total-timesteps", "256")
