@@ -983,7 +983,8 @@ def train(args: Args, cleanup: contextlib.ExitStack) -> None:
 
 def main(args: Args) -> None:
     """Open the run folder, train, and say in one line how a run ended that did not get to its end: UsageError if it
-    cannot begin, else SystemExit with 128 + n after signal n, with 1 where a number is not finite or a disk is full."""
+    cannot begin, else SystemExit with 128 + n after signal n, with 1 where a number is not finite, a disk or the GPU's
+    memory is full, or another rank is lost."""
     run_dir, about = Path(args.run_dir), describe(args)
     for module, needed in {"wandb": args.track, "imageio_ffmpeg": args.capture_video}.items():
         if needed and not importlib.util.find_spec(module):
