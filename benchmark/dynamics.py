@@ -1,0 +1,144 @@
+"""What a PPO run measures at each update, beside the published runs, whose numbers are those of openai/train-procgen.
+
+    python benchmark/dynamics.py runs --out report           # report/dynamics.md with a picture a game
+
+A port that is the same has the same numbers from the first update on, long before returns differ. Published are the
+first 160 updates of PPO on all easy levels, 64 environments of 256 steps, 3 runs a game. Any run of ours can be laid
+beside them; only ppo_procgen.py with its defaults should agree.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, nothing installed
+from benchmark.report import COLOURS, GREYS, STYLE, fail, find_run_folders, markdown  # noqa: E402
+
+REFERENCE = Path(__file__).parent / "reference" / "ppo_easy_updates.csv.gz"
+# published name: our column. approxkl is half the mean squared log-ratio, the estimator k2
+QUANTITIES = {
+    "value_loss": "losses/value_loss",
+    "explained_variance": "losses/explained_variance",
+    "approxkl": "losses/approx_kl_k2",
+    "clipfrac": "losses/clipfrac",
+    "policy_entropy": "losses/entropy",
+    "policy_loss": "losses/policy_loss",
+    "eprewmean": "charts/mean_return_100",
+}
+BLOCKS = [(1, 1), (2, 4), (5, 8), (9, 16), (17, 24), (25, 32), (33, 48), (49, 64), (65, 96), (97, 128), (129, 160)]
+
+
+@dataclass
+class Args:
+    paths: tyro.conf.Positional[tuple[Path, ...]]
+    """folders to search for runs"""
+    out: Path = Path("report")
+    """folder to write to"""
+
+
+def load_published(game: str) -> dict[str, pd.DataFrame]:
+    """The published runs of a game, a row an update, by their number."""
+    table = pd.read_csv(REFERENCE)
+    table = table[table.env_id == game].set_index("nupdates")
+    return {f"published {run}": rows[list(QUANTITIES)] for run, rows in table.groupby("run")}
+
+
+def load_run(folder: Path) -> tuple[str, str, pd.DataFrame]:
+    """Name, game and measurements of a run of ours. Older runs lack the KL estimator k2; its column is empty then."""
+    args = json.loads((folder / "args.json").read_text())["args"]
+    table = pd.read_csv(folder / "metrics.csv").set_index("iteration").reindex(columns=QUANTITIES.values())
+    return folder.name, args["env_id"], table.set_axis(list(QUANTITIES), axis=1)
+
+
+def block_means(table: pd.DataFrame) -> pd.DataFrame:
+    """Means over blocks of updates, a row a block. A block that the run has not completed is empty."""
+    means = {block: table.loc[block[0] : block[1]].mean() for block in BLOCKS if block[1] <= table.index.max()}
+    return pd.DataFrame(means, index=QUANTITIES).T.reindex(pd.MultiIndex.from_tuples(BLOCKS))
+
+
+def deviation(own: pd.Series, published: pd.DataFrame) -> pd.Series:
+    """How far block means lie from the published mean, in units of what is allowed: 15 % of it, or the published spread
+    (half the range of the runs). At most 1 is agreement."""
+    allowed = np.maximum(0.15 * published.mean(axis=1).abs(), (published.max(axis=1) - published.min(axis=1)) / 2)
+    return (own - published.mean(axis=1)).abs() / allowed
+
+
+def game_text(runs: dict[str, pd.DataFrame], published: dict[str, pd.DataFrame]) -> list[str]:
+    """A table a quantity: published runs, ours, and where ours disagree."""
+    reference = {name: block_means(table) for name, table in published.items()}
+    own = {name: block_means(table) for name, table in runs.items()}
+    last = max(table.index.max() for table in runs.values())
+    blocks = [block for block in BLOCKS if block[1] <= last]
+    text = []
+    for quantity in QUANTITIES:
+        spread = pd.DataFrame({name: means[quantity] for name, means in reference.items()})
+        rows = [[name, *(f"{spread[name][block]:.3f}" for block in blocks)] for name in spread]
+        for name, means in own.items():
+            far = deviation(means[quantity], spread)
+            cells = [f"{means[quantity][block]:.3f}" + (" (!)" if far[block] > 1 else "") for block in blocks]
+            rows.append([f"**{name}**", *(cell.replace("nan", "") for cell in cells)])
+        titles = [f"{first}" if first == end else f"{first}-{end}" for first, end in blocks]
+        text += [f"### {quantity}", markdown(["updates", *titles], rows)]
+    return text
+
+
+@matplotlib.rc_context(STYLE)
+def draw(runs: dict[str, pd.DataFrame], published: dict[str, pd.DataFrame], path: Path) -> None:
+    """A panel a quantity over updates: published runs grey, ours in colour."""
+    fig = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = fig.subplots(2, 4, sharex=True).flatten()
+    last = max(table.index.max() for table in runs.values())
+    for ax, quantity in zip(axes, QUANTITIES, strict=False):
+        for table in published.values():
+            (grey,) = ax.plot(table[quantity].loc[:last], color=GREYS[1], linewidth=0.7)
+        lines = [
+            ax.plot(table[quantity].dropna(), color=colour, linewidth=1.1)[0]
+            for table, colour in zip(runs.values(), COLOURS * len(runs), strict=False)
+        ]
+        ax.set_title(quantity)
+    for ax in axes[len(QUANTITIES) :]:
+        ax.axis("off")
+    axes[-1].legend([grey, *lines], ["published, 3 runs", *runs], loc="center", fontsize=6)
+    fig.supxlabel("Updates of 16,384 steps", fontsize=8)
+    fig.savefig(path, dpi=200)
+
+
+def main(args: Args) -> None:
+    for path in args.paths:
+        if not path.is_dir():
+            fail(f"no such folder: {path}")
+    games: dict[str, dict[str, pd.DataFrame]] = {}
+    notes = []
+    for folder in find_run_folders(args.paths):
+        try:
+            name, game, table = load_run(folder)
+            games.setdefault(game, {})[name] = table
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            notes.append(f"- {folder}: left out: {type(error).__name__}: {error}")
+    if not games:
+        fail("\n".join([f"no run under {', '.join(map(str, args.paths))}", *notes]))
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = [
+        "# Updates beside the published ones",
+        "Published: openai/train-procgen, PPO, easy, all levels, 3 runs. Means over blocks of updates. (!): further "
+        "from the published mean than 15 % of it and than half the range of the three runs.",
+    ]
+    for game, runs in sorted(games.items()):
+        if not (published := load_published(game)):
+            notes.append(f"- {game}: no published updates")
+            continue
+        draw(runs, published, args.out / f"dynamics_{game}.png")
+        text += [f"## {game}", f"![{game}](dynamics_{game}.png)", *game_text(runs, published)]
+    (args.out / "dynamics.md").write_text("\n\n".join(text + notes) + "\n")
+    print(*notes, f"wrote {args.out / 'dynamics.md'}", sep="\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args, description=__doc__))
