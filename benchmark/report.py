@@ -11,6 +11,7 @@ CleanRL writes it. Runs are grouped by name (algorithm and exp_name), distributi
 import io
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass
 from itertools import cycle
@@ -25,6 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rliable import library, metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 # Everything works on one long table, `curves`, a row a point: own, name, split, distribution_mode, num_levels, env_id,
 # seed, run, global_step, wall_time, episodic_return. The split is train (training episodes), test (unseen levels) or,
@@ -51,6 +53,7 @@ RANGES = {
     "plunder": {"easy": (4.5, 30), "hard": (3, 30)},
     "starpilot": {"easy": (2.5, 64), "hard": (1.5, 35)},
 }
+MODES = ("easy", "hard", "extreme", "memory", "exploration")
 # the Procgen repository's own list has 3 for both games on easy, and some papers follow it
 OTHER_MINIMA = {"jumper": 3, "leaper": 3}
 OTHER_SUFFIX = " (R_min 3)"
@@ -76,6 +79,7 @@ STYLE = {
     "legend.handlelength": 3,
     "lines.markersize": 2.5,
     "svg.hashsalt": "report",  # the same data give the same file
+    "text.parse_math": False,  # a name with a dollar is no formula
 }
 NUM_BINS = 100  # points of a drawn curve
 FIGURE2_STEPS = 100e6
@@ -165,11 +169,15 @@ def read_metrics(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
 
 
 def is_whole(events: Path) -> bool:
-    """Whether an event file ends with the end of a record: length (8 bytes), checksum (4), data, checksum (4)."""
+    """Whether an event file is records to its end, length (8 bytes), checksum (4), data, checksum (4), and none is
+    damaged: TensorBoard stops reading at the first one that is, without a word."""
     data, end = events.read_bytes(), 0
     while end < len(data):
-        end += int.from_bytes(data[end : end + 8], "little") + 16
-    return end == len(data)
+        size = int.from_bytes(data[end : end + 8], "little")
+        record, end = data[end + 12 : end + 12 + size], end + size + 16
+        if end > len(data) or masked_crc32c(record) != int.from_bytes(data[end - 4 : end], "little"):
+            return False
+    return True
 
 
 def read_events(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
@@ -193,7 +201,8 @@ def read_events(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
     if "hyperparameters/text_summary" in tags["tensors"]:
         text = events.Tensors("hyperparameters/text_summary")[0].tensor_proto.string_val[0].decode()
         args |= dict(line.strip("|").split("|", 1) for line in text.splitlines()[2:])
-    remarks = [f"{file.name} is truncated" for file in folder.glob("events.out.tfevents*") if not is_whole(file)]
+    damaged = [file.name for file in folder.glob("events.out.tfevents*") if not is_whole(file)]
+    remarks = [f"{name} is truncated or damaged: it counts up to there" for name in damaged]
     if "distribution_mode" not in args:
         remarks.append("names no distribution mode; taken as easy with all levels, CleanRL's setting")
     args = {"distribution_mode": "easy", "num_levels": 0} | args
@@ -208,15 +217,20 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
         own_format = (folder / "args.json").exists() or (folder / "metrics.csv").exists()
         try:
             args, curve, remarks = read_metrics(folder) if own_format else read_events(folder)
-            curve = curve.dropna(subset="episodic_return")
+            finite = np.isfinite(curve[["global_step", "wall_time"]]).all(axis=1) & ~np.isinf(curve.episodic_return)
+            if not finite.all():
+                remarks.append(f"{(~finite).sum()} rows are not finite and left out")
+            curve = curve[finite].dropna(subset="episodic_return")
             if curve.empty:
                 raise ValueError("no episode has finished yet")
+            if args["distribution_mode"] not in MODES:  # it becomes part of a file's name
+                raise ValueError(f"{args['distribution_mode']!r} is no distribution mode")
             if args["env_id"] not in RANGES:
                 raise ValueError(f"{args['env_id']} is no Procgen game")
             run = {key: args[key] for key in ("name", "env_id", "distribution_mode", "hardware")}
             run |= {"num_levels": int(args["num_levels"]), "seed": int(args["seed"]), "run": str(folder), "args": args}
             run |= {"last_step": curve.global_step.max(), "hours": curve.wall_time.max() / 3600}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # whatever a broken file leads to
+        except Exception as error:  # whatever a broken or foreign file leads to
             notes.append(f"{folder}: left out: {type(error).__name__}: {error}")
             continue
         notes += [f"{folder}: {remark}" for remark in remarks]
@@ -442,9 +456,14 @@ def mean_sd(values: pd.Series, digits: int) -> str:
     return f"{values.mean():.{digits}f}{spread} ({len(values)})"
 
 
+def escape(text: object) -> str:
+    """Text of others, such as an exp_name, as it is: no Markdown, no HTML, no second line."""
+    return re.sub(r"([|<>`]|(?<=\])\()", r"\\\1", " ".join(str(text).split()))
+
+
 def markdown(header: list[str], rows: list[list[object]]) -> str:
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    lines = [["---"] + ["---:"] * (len(header) - 1), *(map(escape, row) for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [map(escape, header), *lines])
 
 
 def interval(estimate: tuple[float, float, float], num_seeds: int) -> str:
@@ -587,10 +606,14 @@ def report(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, references: pd.
         own = curves[curves.run.isin(setting_runs.run)]
         published = references[(references.distribution_mode == mode) & (references.num_levels == num_levels)]
         both = pd.concat([own, published[published.env_id.isin(own.env_id)]])
-        setting_text, setting_notes = report_setting(args, setting_runs, both)
+        try:
+            setting_text, setting_notes = report_setting(args, setting_runs, both)
+        except Exception as error:  # one odd run must not cost the page
+            setting_text, setting_notes = [], [f"{setting_title(mode, num_levels)}: not drawn: {error!r}"]
         text += setting_text
         notes += setting_notes
-    text += ["## Notes", "\n".join(f"- {note}" for note in notes or ["All runs are whole, and no seed is missing."])]
+    notes = [escape(note) for note in notes] or ["All runs are whole, and no seed is missing."]
+    text += ["## Notes", "\n".join(f"- {note}" for note in notes)]
     page = args.out / "report.md"
     page.write_text("\n\n".join(text) + "\n")
     return page

@@ -45,10 +45,19 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+NAME = r"[a-zA-Z0-9.-]+(_[a-zA-Z0-9.-]+)*"  # part of a run's name: "__" inside could make two names collide
 OWN_FLAGS = ("env_id", "seed", "run_dir", "resume")  # what the sweep itself gives to each run
-PACKAGES = ("torch", "numpy", "gym3", "procgen", "procgen-mirror")
+PACKAGES = ("torch", "numpy", "gym3", "procgen", "procgen-mirror", "procgen-gym")
 
-console = Console(highlight=False, markup=False, emoji=False)
+
+class SurvivingConsole(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader of our lines has gone (| head). rich would exit here, and stop the runs without a reason."""
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+console = SurvivingConsole(highlight=False, markup=False, emoji=False)
 libc = ctypes.CDLL(None)
 
 
@@ -111,7 +120,7 @@ class Args:
             if not command.argv or shutil.which(command.argv[0]) is None:
                 raise ValueError(f"--command {command.text!r} does not begin with a program that exists")
         for label in (*self.env_ids, *self.commands):
-            if not re.fullmatch(r"[a-zA-Z0-9.-]+(_[a-zA-Z0-9.-]+)*", label):  # "__" inside could make two names collide
+            if not re.fullmatch(NAME, label):
                 raise ValueError(f"{label!r} cannot be part of a run's name, ENV__EXP__SEED")
         if bool(self.env_ids) != bool(self.command):
             raise ValueError("--env-ids and --command go together")
@@ -123,6 +132,9 @@ class Args:
             raise ValueError("--index takes a run of --folder, and goes with neither --command nor --slurm")
         if self.num_seeds < 1 or (self.workers is not None and self.workers < 1):
             raise ValueError("--num-seeds and --workers must be at least 1")
+        for name in ("retries", "retry_delay", "grace", "start_seed"):
+            if not 0 <= getattr(self, name) < 2**31:  # nan is neither
+                raise ValueError(f"--{name.replace('_', '-')} must be zero or positive, not {getattr(self, name)}")
 
 
 class Progress(NamedTuple):
@@ -177,7 +189,11 @@ class Run:
     def next_step(self) -> str:
         """A run is finished when it said so by exit code 0 and its metrics agree; one that only looks whole is resumed,
         and says at once that nothing is left to do."""
-        if read_json(self.state_file).get("state") == "finished" and self.is_whole():
+        try:
+            state = read_json(self.state_file).get("state")
+        except (OSError, ValueError, AttributeError):  # cut by a full disk: then the run itself says how far it is
+            state = None
+        if state == "finished" and self.is_whole():
             return "skip"
         return "resume" if (self.run_dir / "checkpoint.pt").exists() else "start"
 
@@ -198,7 +214,7 @@ class Run:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BlockingIOError(f"another process is at work on it, and holds {self.log_file}") from None
-            if self.next_step() == "start" and self.run_dir.exists():
+            if self.next_step() == "start" and self.run_dir.exists():  # cut before its first checkpoint
                 self.run_dir.rename(self.folder / "aside" / f"{self.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
             argv = self.argv()
             log.write(f"=== {datetime.now():%Y-%m-%d %H:%M:%S} {platform.node()}: {shlex.join(argv)}\n".encode())
@@ -324,7 +340,15 @@ def lock_folder(args: Args):
 
 def plan(args: Args) -> tuple[dict, list[Run]]:
     """The content of sweep.json, with what this call adds to it, and the runs that this call is about."""
-    sweep = read_json(args.folder / "sweep.json") or {"commands": {}, "runs": {}, "calls": []}
+    try:
+        sweep = read_json(args.folder / "sweep.json") or {"commands": {}, "runs": {}, "calls": []}
+        for name, run in sweep["runs"].items():
+            if not re.fullmatch(f"{NAME}__{NAME}__[0-9]+", name) or run["exp_name"] not in sweep["commands"]:
+                raise ValueError(f"{name!r} is no run of a sweep")
+        if not (all(isinstance(text, str) for text in sweep["commands"].values()) and isinstance(sweep["calls"], list)):
+            raise ValueError("its commands are not text")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        refuse(f"{args.folder}/sweep.json is broken, or not of a sweep: {type(error).__name__}: {error}")
     for exp_name, command in args.commands.items():
         old = sweep["commands"].get(exp_name, command.text)
         if not command.continues(Command(old)):
@@ -460,9 +484,12 @@ def main(args: Args) -> int:
         refuse(f"{args.folder} is not a sweep: give --env-ids and --command")
     slots = gpu_slots(args)
     if not args.dry_run:
-        for name in ("runs", "logs", "state", "aside"):
-            (args.folder / name).mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(args)
+        try:
+            for name in ("runs", "logs", "state", "aside"):
+                (args.folder / name).mkdir(parents=True, exist_ok=True)
+            lock = lock_folder(args)
+        except OSError as error:
+            refuse(f"{args.folder} cannot be used: {error}")
     sweep, runs = plan(args)
     if not runs:
         refuse(f"{args.folder} has no run {args.index}, only {len(sweep['runs'])} runs, counted from 0")

@@ -499,3 +499,43 @@ def test_320_runs_within_a_minute(tmp_path, tool):
     assert time.process_time() - start < 60
     assert len(rows_of(page, "### Over all 16 games")) == 2 + 5
     assert len(rows_of(page, "### Return at 25M steps")) == 2 + 16
+
+
+def test_foreign_names_and_modes_stay_inside_the_page(tmp_path, tool, capsys):
+    """What a run says of itself neither chooses a path nor becomes Markdown, HTML or a formula."""
+    for seed, changes in enumerate(
+        [
+            {"distribution_mode": "../../x"},
+            {"exp_name": "ppg a|b<img src=x>$\\frac$[l](http://x)"},
+            {"num_levels": "many"},
+        ]
+    ):
+        run = write_run(tmp_path / "runs", seed=seed)
+        record = json.loads((run / "args.json").read_text())
+        (run / "args.json").write_text(json.dumps(record | {"args": record["args"] | changes}))
+    before = set(tmp_path.rglob("*"))
+    page = tool(tmp_path / "runs")
+    printed = capsys.readouterr().out
+    assert "'../../x' is no distribution mode" in printed and "invalid literal" in printed
+    assert r"a\|b\<img src=x\>" in page and r"[l]\(http" in page
+    assert {path for path in tmp_path.rglob("*") if "out" not in path.parts} == before
+
+
+def test_rows_that_are_not_finite_are_left_out_and_said(tmp_path, tool, capsys):
+    run = write_run(tmp_path / "runs")
+    header, first, *rest = (run / "metrics.csv").read_text().splitlines()
+    cells = first.split(",")
+    cells[header.split(",").index("charts/mean_return_100")] = "inf"
+    (run / "metrics.csv").write_text("\n".join([header, ",".join(cells), *rest]) + "\n")
+    assert "starpilot" in tool(tmp_path / "runs")
+    assert "1 rows are not finite and left out" in capsys.readouterr().out
+
+
+def test_events_damaged_in_the_middle_are_named(tmp_path):
+    folder = write_events(tmp_path / "maze__ppo__1__17", np.ones(200), np.arange(200))
+    [file] = folder.iterdir()
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    _, curves, notes = report.load_runs((tmp_path,))
+    assert "is truncated or damaged" in notes[0] and 0 < len(curves) < 200

@@ -471,3 +471,44 @@ def test_two_array_tasks_never_work_on_one_run(lab):
     assert holder.wait(timeout=60) == 0
     assert "all runs are finished" in patient.communicate(timeout=60)[0] and patient.returncode == 0
     assert lab.state("waits__stub__1")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("--retry-delay -1", "--retry-delay must be zero or positive, not -1.0"),
+        ("--grace nan", "--grace must be zero or positive, not nan"),
+        ("--retries -1", "--retries must be zero or positive, not -1"),
+        ("--folder file/sweep", "file/sweep cannot be used"),
+        ("--folder broken", "broken/sweep.json is broken, or not of a sweep: JSONDecodeError"),
+        ("--folder foreign", "foreign/sweep.json is broken, or not of a sweep: TypeError"),
+        ("--folder outside", "'../../x__a__1' is no run of a sweep"),
+    ],
+)
+def test_unusable_folders_and_numbers_are_refused_in_one_line(tmp_path, flags, message):
+    (tmp_path / "file").touch()
+    outside = {"commands": {"a": "true"}, "runs": {"../../x__a__1": {"exp_name": "a"}}, "calls": []}
+    for name, text in (("broken", "{"), ("foreign", "[1]"), ("outside", json.dumps(outside))):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sweep.json").write_text(text)
+    argv = [sys.executable, str(SWEEP), "--env-ids", "a", "--command", "true", *flags.split()]
+    result = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert message in re.sub(r"[\s│]+", " ", result.stdout + result.stderr)
+    assert not list(tmp_path.rglob("x__a__1*"))
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_runs(lab):
+    process = lab.popen("fine", "fine.2")
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert iterations(lab.folder / "runs" / "fine.2__stub__1") == [1, 2, 3, 4]
+
+
+def test_a_broken_state_file_does_not_hide_a_run(lab):
+    assert lab.sweep("fine")[0] == 0
+    (lab.folder / "state" / "fine__stub__1.json").write_text('{"state": "fin')
+    code, output = lab.sweep("fine")
+    assert code == 0 and "all runs are finished" in output
+    assert lab.state("fine__stub__1")["state"] == "finished"
