@@ -8,13 +8,13 @@ paper="--distribution-mode hard --num-envs 256 --num-aux-rollouts 16 --total-tim
 tiny=${TINY:+--num-envs 4 --num-steps 16 --num-minibatches 2 --n-iteration 2 --num-aux-rollouts 2 --total-timesteps 256}
 
 commands=()
-variant() { commands+=("python ppg_procgen.py $paper --exp-name $* $tiny"); }
+variant() { commands+=("python3 ppg_procgen.py $paper --exp-name $* $tiny"); }
 for n in 2 3 4 5 6; do variant ppg_e_pi_$n --e-policy $n; done
 for n in 1 2 3 9; do variant ppg_e_aux_$n --e-auxiliary $n; done
 for n in 2 4 8 16; do variant ppg_n_pi_$n --n-iteration $n; done
 variant ppg_kl --clip-coef 0 --kl-coef 1
 variant ppg_single --arch detach
 
-exec python benchmark/sweep.py --folder "sweeps/${TINY:+tiny/}ppg_ablations" --num-seeds 1 \
+exec python3 benchmark/sweep.py --folder "sweeps/${TINY:+tiny/}ppg_ablations" --num-seeds 1 \
     --env-ids starpilot bossfight bigfish \
     --command "${commands[@]}" "$@"

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.." || exit
 paper="--distribution-mode hard --num-envs 256 --num-aux-rollouts 16 --total-timesteps 100_000_000"
 tiny=${TINY:+--num-envs 4 --num-steps 16 --num-minibatches 2 --n-iteration 2 --num-aux-rollouts 2 --total-timesteps 256}
 
-exec python benchmark/sweep.py --folder "sweeps/${TINY:+tiny/}ppg_paper" --num-seeds 3 \
+exec python3 benchmark/sweep.py --folder "sweeps/${TINY:+tiny/}ppg_paper" --num-seeds 3 \
     --env-ids bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot \
     heist jumper leaper maze miner ninja plunder starpilot \
-    --command "python ppg_procgen.py --exp-name ppg_paper $paper $tiny" "$@"
+    --command "python3 ppg_procgen.py --exp-name ppg_paper $paper $tiny" "$@"
