@@ -1,0 +1,72 @@
+"""The CUDA code of both scripts on a machine without a GPU: PRETENDED_GPU names a command that runs Python with torch's
+own CUDA code on a pretended GPU, whose kernels do nothing, and that reports what it saw when SHOW_CONV=1.
+
+    PRETENDED_GPU=path/to/pretend_gpu pytest -m pretended_gpu
+
+It finds violations of capture rules, synchronisations, recompilations and wrong devices; it says nothing of values."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.pretended_gpu, pytest.mark.timeout(1800)]
+ROOT = Path(__file__).resolve().parents[1]
+PPG = "ppg_procgen.py --num-envs 4 --num-steps 16 --num-minibatches 2 --n-iteration 2 --num-aux-rollouts 2"
+PPO = "ppo_procgen.py --num-envs 4 --num-steps 16 --num-minibatches 2 --checkpoint-interval 2"
+
+
+@pytest.fixture
+def pretended(tmp_path):
+    """Runs a command line on the pretended GPU; gives the process, with what the pretended GPU counted."""
+    command = os.environ.get("PRETENDED_GPU")
+    if not command:
+        pytest.skip("PRETENDED_GPU names no command")
+
+    def run(arguments: str, **environment: str):
+        argv = [command, *arguments.split(), *([] if "--resume" in arguments else ["--run-dir", str(tmp_path / "run")])]
+        env = os.environ | {"SHOW_CONV": "1"} | environment
+        process = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
+        counts = re.findall(r"\[fakecuda\] end: (.*)", process.stderr)
+        process.counts = (
+            {name: int(n) for name, n in re.findall(r"([a-z0-9 ]+?) (\d+)(?=,)", counts[-1])} if counts else {}
+        )
+        return process
+
+    return run
+
+
+@pytest.mark.parametrize("compiled", ["--no-compile", "--compile"])
+@pytest.mark.parametrize("script", [PPG, PPG + " --arch detach", PPO], ids=["dual", "detach", "ppo"])
+def test_runs_and_resumes_without_a_violation(pretended, tmp_path, script, compiled):
+    process = pretended(f"{script} {compiled} --total-timesteps 512")
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.counts["violations"] == 0
+    convolutions = re.findall(
+        r"\('(?:fwd|bwd)', \((\d+), (\d+), (\d+), (\d+)\), \((\d+), (\d+), (\d+), (\d+)\)", process.stderr
+    )
+    assert convolutions  # the stride of the channels is 1: channels_last
+    assert all(int(strides[5]) == 1 for strides in convolutions)
+    process = pretended(f"{script.split()[0]} --resume {tmp_path / 'run'} --total-timesteps 640")
+    assert process.returncode == 0 and process.counts["violations"] == 0, process.stderr[-2000:]
+
+
+def test_the_host_waits_once_a_rollout_step_and_not_in_updates(pretended):
+    """Runs that differ by one phase of 2 iterations of 16 steps."""
+    counts = [pretended(f"{PPG} --no-compile --total-timesteps {steps}").counts for steps in (512, 640)]
+    assert counts[1]["syncs"] - counts[0]["syncs"] <= 2 * (16 + 8) + 10
+
+
+def test_a_full_gpu_ends_with_advice(pretended):
+    process = pretended(f"{PPG} --no-compile --total-timesteps 512 --num-steps 256", FAKE_LIMIT_GB="0.3")
+    assert process.returncode == 1
+    assert "stopped: out of GPU memory" in process.stderr and "--num-grad-accum" in process.stderr
+
+
+def test_two_ranks(pretended, tmp_path):
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 "
+    process = pretended(f"{torchrun}{PPG} --no-compile --total-timesteps 1024")
+    assert process.returncode == 0, process.stderr[-2000:]
+    assert process.counts["violations"] == 0
