@@ -14,37 +14,29 @@
     python ppg_procgen.py --env-id starpilot --num-envs 4 --num-steps 16 --num-minibatches 2 --n-iteration 2 \
         --num-aux-rollouts 2 --total-timesteps 256                  # seconds on a CPU: does everything work?
 
-Reading order: sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). Sections 5 to 9 are to
-look things up: environment, speed and ranks, records and checkpoints, evaluation, command line.
-
+Sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). Look things up in 5 to 9.
 Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions; N_pi, E_pi, E_V, E_aux, beta_clone as in
 the paper. [PPG-k] marks what PPG does and PPO does not; README.md lists the six with their sources.
-
-Departures from openai/phasic-policy-gradient, with the flag that takes each back:
-- auxiliary phase in bfloat16, the rest in TF32, where hardware has it    --aux-dtype float32 --no-tf32
-- 64 environments on easy levels, not 4 x 64 on hard ones                 --num-envs, --distribution-mode
+Departures from openai/phasic-policy-gradient: the auxiliary phase in bfloat16, the rest in TF32, where hardware has it
+(not with --aux-dtype float32 --no-tf32); 64 environments on easy levels, not 4 x 64 on hard ones.
 """
 
 import argparse
 import contextlib
 import ctypes
-import errno
 import fcntl
-import importlib.util
+import importlib
 import io
 import json
 import math
 import os
 import platform
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
-import uuid
-import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -63,13 +55,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- 1 Arguments -----------------------------------------------------------------------------------------------------
-
-Game = Literal[
-    tuple(
-        "bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja "
-        "plunder starpilot".split()
-    )
-]
+_games = "bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja"
+Game = Literal[tuple(f"{_games} plunder starpilot".split())]
 
 
 @dataclass
@@ -111,8 +98,7 @@ class Args:
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
     num_grad_accum: int = 0  # chunks to run a minibatch in: same step, less memory; 0: chunks of 512 on a CPU, else one
     e_policy: int = 1  # E_pi: policy epochs of an iteration
-    # E_V: value epochs; if it is not E_pi, they come before the policy epochs and have their own optimizer
-    e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1
+    e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1  # E_V: value epochs; if not E_pi: first, own Adam
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
     kl_coef: float = 0.0  # beta_pi: weight of KL[pi_old, pi]; the paper's KL variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # c: weight of the entropy bonus
@@ -130,8 +116,7 @@ class Args:
     beta_clone: float = 1.0  # weight of the behavioural cloning term KL[pi_old, pi]
     num_aux_rollouts: int = 4  # full rollouts of T steps in an auxiliary minibatch
     num_aux_minibatches: int = 0  # auxiliary minibatches of an epoch, drawn from the whole buffer; 0: all of them
-    # chunks to run an auxiliary minibatch in, like num_grad_accum
-    num_aux_grad_accum: Annotated[int, tyro.conf.arg(aliases=["--n-aux-grad-accum"])] = 0
+    num_aux_grad_accum: Annotated[int, tyro.conf.arg(aliases=["--n-aux-grad-accum"])] = 0  # like num_grad_accum
     aux_interval: int = 1  # do only every k-th auxiliary phase (2: less compute, similar results on easy levels)
     single_optimizer: bool = False  # one Adam for both phases, as in CleanRL
     aux_device: Literal["auto", "cuda", "cpu"] = "auto"  # where the buffer's observations are; auto: GPU if they fit
@@ -144,8 +129,7 @@ class Args:
     num_iterations: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive sizes. ValueError for what cannot run: tyro prints one message and exits with code 2."""
-
+        """Derive sizes. UsageError for what cannot run."""
         self.num_ranks, self.batch_size = NUM_RANKS, self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size * NUM_RANKS, 1)
@@ -155,18 +139,26 @@ class Args:
             gpu = self.cuda and torch.cuda.is_available()
             is_fast = torch.cuda.get_device_capability(LOCAL_RANK) >= (8, 0) if gpu else "avx512_bf16" in cpu
             self.aux_dtype = "bfloat16" if is_fast else "float32"
-        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
 
 
 # ---- 2 Networks ------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def normalized_init(layer: nn.Conv2d | nn.Linear, scale: float) -> nn.Conv2d | nn.Linear:  # [PPG-3]
+    """Give the weights of each output unit the L2 norm scale, their direction from torch's default; biases zero."""
+    norms = torch.linalg.vector_norm(layer.weight, dim=tuple(range(1, layer.weight.dim())), keepdim=True)
+    layer.weight *= scale / norms
+    layer.bias.zero_()
+    return layer
 
 
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
-        self.conv0 = nn.Conv2d(channels, channels, 3, padding=1)
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        scale = (3 * 2) ** -0.25  # sqrt(1 / sqrt(3 stacks) / sqrt(2 blocks))
+        self.conv0 = normalized_init(nn.Conv2d(channels, channels, 3, padding=1), scale)
+        self.conv1 = normalized_init(nn.Conv2d(channels, channels, 3, padding=1), scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.conv1(F.relu(self.conv0(F.relu(x))))
@@ -175,7 +167,7 @@ class ResidualBlock(nn.Module):
 class ConvSequence(nn.Module):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.conv = normalized_init(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0)
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,19 +180,11 @@ class ImpalaCNN(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stacks = nn.Sequential(ConvSequence(3, 16), ConvSequence(16, 32), ConvSequence(32, 32))
-        self.dense = nn.Linear(32 * 8 * 8, 256)
+        self.dense = normalized_init(nn.Linear(32 * 8 * 8, 256), 1.4)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         x = self.stacks(obs.permute(0, 3, 1, 2) / 255.0)  # NHWC in memory, so channels_last costs no copy
         return F.relu(self.dense(F.relu(x).flatten(1)))
-
-
-@torch.no_grad()
-def normalized_init(layer: nn.Conv2d | nn.Linear, scale: float) -> None:  # [PPG-3]
-    """Give the weights of each output unit the L2 norm scale, their direction from torch's default; biases zero."""
-    norms = torch.linalg.vector_norm(layer.weight, dim=tuple(range(1, layer.weight.dim())), keepdim=True)
-    layer.weight *= scale / norms
-    layer.bias.zero_()
 
 
 class Outputs(NamedTuple):
@@ -212,27 +196,17 @@ class Outputs(NamedTuple):
 
 
 class Agent(nn.Module):
-    """dual: policy head and auxiliary value head on one encoder, value head on another encoder. detach, shared: all
-    heads on one encoder."""
+    """dual: policy and auxiliary value heads on one encoder, value head on another. detach, shared: all on one."""
 
     def __init__(self, arch: str = "dual", num_actions: int = 15) -> None:
         super().__init__()
         self.arch = arch
         self.policy_encoder = ImpalaCNN()
-        self.policy_head, self.aux_value_head = nn.Linear(256, num_actions), nn.Linear(256, 1)
+        self.policy_head = normalized_init(nn.Linear(256, num_actions), 0.1)
+        self.aux_value_head = normalized_init(nn.Linear(256, 1), 0.1)
         if arch == "dual":
             self.value_encoder = ImpalaCNN()
-        self.value_head = nn.Linear(256, 1)
-        for module in self.modules():
-            if isinstance(module, ConvSequence):
-                normalized_init(module.conv, 1.0)
-            elif isinstance(module, ResidualBlock):
-                normalized_init(module.conv0, (3 * 2) ** -0.25)  # sqrt(1 / sqrt(3 stacks) / sqrt(2 blocks))
-                normalized_init(module.conv1, (3 * 2) ** -0.25)
-            elif isinstance(module, ImpalaCNN):
-                normalized_init(module.dense, 1.4)
-        for head in (self.policy_head, self.aux_value_head, self.value_head):
-            normalized_init(head, 0.1)
+        self.value_head = normalized_init(nn.Linear(256, 1), 0.1)
 
     def forward(self, obs: torch.Tensor, policy: bool = True, value: bool = True) -> Outputs:
         """obs: uint8 (B, 64, 64, 3). policy asks for logits and auxiliary values, value for values."""
@@ -251,8 +225,6 @@ class Agent(nn.Module):
 
 
 # ---- 3 Losses --------------------------------------------------------------------------------------------------------
-
-
 def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> torch.Tensor:
     """Advantages (T, N) by generalised advantage estimation (Schulman et al., 2016). rewards: (T, N). values:
     (T + 1, N), the last row is the bootstrap. dones: (T + 1, N), dones[t] is 1 where o_t begins a new episode."""
@@ -304,7 +276,7 @@ def auxiliary_phase_loss(agent, args, obs, old_logprobs, returns):
 def update(optimizer, loss_fn: Callable, num_chunks: int, max_grad_norm: float, **minibatch: torch.Tensor) -> dict:
     """One optimizer step on the mean of loss_fn over a minibatch of each rank. Only one of num_chunks chunks at a time
     holds activations. Returns scalar tensors by name; they stay on the device, so the host need not wait."""
-    optimizer.zero_grad()  # (critical!) gradients of the other phase must not leak into this step
+    optimizer.zero_grad()  # (critical!) gradients of another phase must not leak into this step
     params, batch_size = optimizer.param_groups[0]["params"], len(minibatch["returns"])
     totals: dict[str, torch.Tensor] = {}
     for chunk in zip(*(tensor.chunk(num_chunks) for tensor in minibatch.values()), strict=True):
@@ -319,8 +291,6 @@ def update(optimizer, loss_fn: Callable, num_chunks: int, max_grad_norm: float, 
 
 
 # ---- 4 Training loop -------------------------------------------------------------------------------------------------
-
-
 def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) -> None:
     """Algorithm 1 of the paper. cleanup: what must be closed when the run ends, however it ends."""
     T, N, num_iterations = args.num_steps, args.num_envs, args.num_iterations
@@ -333,6 +303,9 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         levels = {"num_levels": args.num_levels, "start_level": args.start_level, "num_threads": args.env_threads}
         envs = ProcgenVectorEnv(args.env_id, num_envs, args.distribution_mode, **(levels | options))
         return cleanup.enter_context(contextlib.closing(envs))
+
+    def to_device(x: torch.Tensor) -> torch.Tensor:  # from pinned memory: the copy does not wait for the GPU
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
     envs = make_envs(N, seed=rank_seed)
     agent = Agent(args.arch, envs.num_actions).to(device, memory_format=torch.channels_last)
@@ -376,21 +349,20 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     obs = torch.empty((T, N, *envs.obs_shape), dtype=torch.uint8, device=device)
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     logprobs, values = torch.empty((T, N), device=device), torch.empty((T + 1, N), device=device)
-    rewards, dones = (
-        torch.empty((T, N)),
-        torch.empty((T + 1, N)),
-    )  # on the host; dones[t]: 1 where o_t begins an episode
+    rewards, dones = torch.empty((T, N)), torch.empty((T + 1, N))  # on the host; dones[t]: 1 where an episode begins
     num_rows = args.n_iteration * N if args.e_auxiliary > 0 else 0
     aux_shape = (num_rows, T, *envs.obs_shape)
-    aux_device = choose_aux_device(args, device, math.prod(aux_shape))
+    # auto: B is on the GPU if it fits beside 3 MB a sample of both phases (CUDA graphs keep their memory)
+    needed = math.prod(aux_shape) + 2e9 + 3e6 * (args.minibatch_size + args.num_aux_rollouts * T)
+    fits = device.type == "cpu" or args.aux_device == "cuda" or needed < torch.cuda.mem_get_info()[0]
+    aux_device = device if fits and args.aux_device != "cpu" else torch.device("cpu")
     aux_obs = torch.empty(aux_shape, dtype=torch.uint8, device=aux_device, pin_memory=aux_device != device)
     aux_returns = torch.empty((num_rows, T), device=device)
 
     # Start, or continue from the checkpoint
     episodes, reward_normalizer = EpisodeStatistics(NUM_RANKS * N), RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
     state = load_checkpoint(Path(args.run_dir) / "checkpoint.pt") if args.resume else None
-    logger = Logger(args, metrics_file, state and state["logger"])
-    cleanup.push(logger.close)
+    logger = Logger(args, metrics_file, state and state["logger"], cleanup)
     parts = {"agent": agent, "episodes": episodes, "rewards": reward_normalizer} | optimizers
     checkpoint = Checkpoint(args, about, device, envs, logger, parts)
     start_iteration = checkpoint.restore(state) if state else 0
@@ -399,10 +371,10 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     next_obs, _ = envs.reset()
     next_done = episodes.totals[1, own] == 0  # an episode of length 0 begins
     num_phases = num_iterations // (args.n_iteration * args.aux_interval) if args.e_auxiliary > 0 else 0
-    batch_size, name = NUM_RANKS * args.batch_size, f"{args.env_id} {args.distribution_mode}"
-    say(f"{args.run_dir}: {name}, {args.num_levels or 'all'} levels, seed {args.seed}, {args.arch} on {device}")
-    size = f"{NUM_RANKS} x {N} x {T} = {num_iterations * batch_size:,} steps, from {start_iteration * batch_size:,}"
-    say(f"{num_iterations:,} iterations of ranks x environments x steps = {size}")
+    batch_size, size = NUM_RANKS * args.batch_size, f"{NUM_RANKS} ranks x {N} environments x {T} steps"
+    levels = f"{args.env_id} {args.distribution_mode}, {args.num_levels or 'all'} levels"
+    say(f"{args.run_dir}: {levels}, seed {args.seed}, {args.arch} on {device}")
+    say(f"iterations {start_iteration + 1:,} to {num_iterations:,} of {size} = {num_iterations * batch_size:,} steps")
     say(f"{num_phases:,} auxiliary phases in {args.aux_dtype} over {math.prod(aux_shape) / 1e9:.1f} GB on {aux_device}")
 
     for iteration in range(start_iteration + 1, num_iterations + 1):
@@ -415,7 +387,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
 
         # Policy phase. Perform rollouts under current policy pi
         for t in range(T):
-            obs[t], dones[t] = to_device(torch.from_numpy(next_obs), device), next_done
+            obs[t], dones[t] = to_device(torch.from_numpy(next_obs)), next_done
             step = act(obs=obs[t])
             actions[t], logprobs[t] = step["actions"], step["logprobs"]
             if args.arch != "dual":
@@ -431,10 +403,9 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
             if args.arch == "dual":  # in large batches, now that the rollout is complete
                 chunks = obs.flatten(0, 1).chunk(args.num_minibatches * num_chunks)  # (T * N, ...)
                 values[:T] = torch.cat([policy_agent(x, policy=False).values for x in chunks]).view(T, N)
-            values[T] = policy_agent(to_device(torch.from_numpy(next_obs), device), policy=False).values
-        normalized_rewards = reward_normalizer(all_rewards, all_dones[:-1])[:, own].contiguous()
-        on_device = to_device(normalized_rewards, device), values, to_device(dones, device)
-        advantages = compute_gae(*on_device, args.gamma, args.gae_lambda)
+            values[T] = policy_agent(to_device(torch.from_numpy(next_obs)), policy=False).values
+        normalized_rewards = to_device(reward_normalizer(all_rewards, all_dones[:-1])[:, own].contiguous())
+        advantages = compute_gae(normalized_rewards, values, to_device(dones), args.gamma, args.gae_lambda)
         returns = advantages + values[:-1]
         std, mean = torch.std_mean(torch.cat(gather(advantages.cpu())), correction=0)
         advantages = (advantages - mean.item()) / (std.item() + 1e-8)  # [PPG-4]
@@ -486,14 +457,12 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         row["losses/explained_variance"] = 1 - ((all_returns - all_values).var() / all_returns.var()).item()
         row |= evaluator(agent, iteration, global_step)
         logger.log(row, [*clock, time.time()])
-        at_end = args.e_auxiliary == 0 and (iteration % args.checkpoint_interval == 0 or iteration == num_iterations)
-        if phase_ends or at_end:
-            checkpoint.save(iteration)  # never inside a phase: the buffer is not saved
-    checkpoint.finish()
+        finished, in_phase = iteration == num_iterations, args.e_auxiliary > 0 and not phase_ends
+        if finished or phase_ends or args.e_auxiliary == 0 and iteration % args.checkpoint_interval == 0:
+            checkpoint.save(iteration, finished, in_phase)
 
 
 # ---- 5 Environment and statistics ------------------------------------------------------------------------------------
-
 NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
 GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks another mode, procgen aborts the process
     "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
@@ -512,13 +481,12 @@ class ProcgenVectorEnv:
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
         options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # default: a random seed
-        options |= {"render_mode": "rgb_array"} if render else {}
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
         games = procgen.ProcgenGym3Env if self.has_gym3 else procgen.ProcgenVecEnv
-        self.num_envs, self.games = num_envs, games(num_envs, env_id, **options)
-        self.close = self.games.close
+        self.games = games(num_envs, env_id, render_mode="rgb_array" if render else None, **options)
+        self.num_envs, self.close = num_envs, self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
         """Current observations, uint8 (N, 64, 64, 3): an episode cannot be cut short."""
@@ -553,8 +521,8 @@ class EpisodeStatistics(nn.Module):
         self.register_buffer("totals", torch.zeros((2, num_envs), dtype=torch.float64))  # returns, lengths so far
 
     def update(self, rewards: torch.Tensor, dones: torch.Tensor) -> dict[str, float]:
-        """Take a rollout's raw rewards (T, N) and dones (T, N), 1 where the step ended an episode. Return means over all
-        episodes that ended in it, and the mean return of the last 100; nan if there are none."""
+        """Add a rollout's raw rewards (T, N) and dones (T, N), 1 where the step ended an episode. Return means over the
+        episodes that ended in it, and over the last 100; nan if there are none."""
         finished = [torch.empty((2, 0), dtype=torch.float64)]
         for reward, done in zip(rewards, dones.bool(), strict=True):
             self.totals += torch.stack([reward, torch.ones_like(reward)])
@@ -578,8 +546,7 @@ class RewardNormalizer(nn.Module):
         self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, rewards: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-        """Add the R_t of a rollout to the statistics, then normalise its rewards (T, N), clipped to [-10, 10]. firsts
-        (T, N): 1 where o_t begins an episode."""
+        """Add a rollout's R_t to the statistics, then normalise its rewards (T, N). firsts (T, N): 1 at an o_0."""
         for reward, first in zip(rewards, firsts, strict=True):
             self.returns.mul_(self.gamma).mul_(1 - first).add_(reward)
             self.moments += torch.stack([self.returns**k for k in range(3)]).sum(1)
@@ -588,7 +555,6 @@ class RewardNormalizer(nn.Module):
 
 
 # ---- 6 Speed and ranks -----------------------------------------------------------------------------------------------
-
 # torchrun starts several ranks, each with its own environments and GPU; without it there is rank 0 of 1
 _ranks = os.environ.get("RANK", "" if "WORLD_SIZE" in os.environ else "0"), os.environ.get("LOCAL_RANK", "0")
 RANK, LOCAL_RANK, NUM_RANKS = (int(x) if x.isdigit() else -1 for x in (*_ranks, os.environ.get("WORLD_SIZE", "1")))
@@ -642,24 +608,11 @@ class CudaGraph:
         return {name: x.clone() for name, x in self.outputs.items()}  # the next replay overwrites them
 
 
-def choose_aux_device(args: Args, device: torch.device, num_bytes: int) -> torch.device:
-    """Where the buffer's num_bytes of observations are; auto: on the GPU if they fit there."""
-    if args.aux_device == "auto" and device.type == "cuda":  # 3 MB a sample, for both phases: CUDA graphs keep memory
-        num_bytes += 2e9 + 3e6 * (args.minibatch_size + args.num_aux_rollouts * args.num_steps)
-        return torch.device("cpu") if num_bytes > torch.cuda.mem_get_info()[0] else device
-    return torch.device("cpu") if args.aux_device == "cpu" else device
-
-
 def sample_action(logits: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Actions (B,) from softmax(logits) and their log-probabilities (B,), by the Gumbel-max trick: torch's Categorical
-    checks its arguments, and the check waits for the GPU."""
+    """Actions (B,) and log-probabilities (B,), by the Gumbel-max trick: torch's Categorical waits for the GPU."""
     logprobs = logits.log_softmax(-1)
     actions = (logprobs - torch.empty_like(logprobs).exponential_(generator=generator).log()).argmax(-1)
     return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
@@ -670,7 +623,8 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
 
     if NUM_RANKS > 1:  # after Adam has imported torch._dynamo: later it would keep gloo's threads, which abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
         # after an error NCCL would wait for CUDA graphs that are still held
         cleanup.push(lambda error, *_: None if error and device.type == "cuda" else dist.destroy_process_group())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # after init: rendezvous blocks Python's handlers
@@ -696,20 +650,14 @@ def gather(x) -> list:
 
 
 # ---- 7 Records and checkpoints ---------------------------------------------------------------------------------------
-
-COLUMNS = "iteration global_step episodes wall_time".split() + [
-    f"{group}/{name}"
-    for group, names in {
-        "charts": "episodic_return episodic_length mean_return_100 SPS learning_rate",
-        "losses": "value_loss policy_loss entropy old_approx_kl approx_kl approx_kl_k2 clipfrac explained_variance "
-        "grad_norm weight_norm",
-        "losses/aux": "kl_loss aux_value_loss real_value_loss grad_norm weight_norm",
-        "time": "rollout policy_phase aux_phase evaluation",
-        "eval": "train_return train_stderr test_return test_stderr generalization_gap",
-    }.items()
-    for name in names.split()
-]
-PHASES = [name.removeprefix("time/") for name in COLUMNS if name.startswith("time/")]
+PHASES = ["rollout", "policy_phase", "aux_phase", "evaluation"]
+COLUMNS = "iteration global_step episodes wall_time".split()
+COLUMNS += [f"charts/{x}" for x in "episodic_return episodic_length mean_return_100 SPS learning_rate".split()]
+COLUMNS += [f"losses/{x}" for x in "value_loss policy_loss entropy old_approx_kl approx_kl approx_kl_k2".split()]
+COLUMNS += [f"losses/{x}" for x in "clipfrac explained_variance grad_norm weight_norm".split()]
+COLUMNS += [f"losses/aux/{x}" for x in "kl_loss aux_value_loss real_value_loss grad_norm weight_norm".split()]
+COLUMNS += [f"time/{x}" for x in PHASES]
+COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
 
 
 class UsageError(ValueError):
@@ -721,7 +669,7 @@ class Stopped(BaseException):  # not an Exception, which library code might catc
 
 
 def say(text: str, file=None) -> None:
-    """Print a line on rank 0. If its reader has gone (| head, a killed tee), go on without: the records are in files."""
+    """Print a line on rank 0. If its reader has gone (| head, a killed tee), go on: the records are in files."""
     try:
         print(text, file=file or sys.stdout, flush=True) if RANK == 0 or file else None
     except OSError:
@@ -729,8 +677,7 @@ def say(text: str, file=None) -> None:
 
 
 def fetch_stats(updates: list[dict], prefix: str, where: str, stats: dict[str, list]) -> None:
-    """Append the statistics of an epoch's updates, means over ranks, to stats[prefix + name], in one copy to the host.
-    Stopped if one is not finite."""
+    """Append an epoch's statistics, means over ranks, to stats[prefix + name]. Stopped if one is not finite."""
     table = torch.stack([torch.stack(list(update.values())) for update in updates]).cpu().numpy()  # waits for the GPU
     tables = np.stack(gather(table), -1)  # (num_updates, num_stats, num_ranks)
     if not np.isfinite(tables).all():
@@ -742,52 +689,47 @@ def fetch_stats(updates: list[dict], prefix: str, where: str, stats: dict[str, l
 
 
 class Logger:
-    """A row an iteration to metrics.csv, TensorBoard and, if asked, Weights & Biases; progress to the console. Without a
-    file, as on ranks other than 0, it logs nothing. state: where a resumed run continues."""
+    """A row an iteration to metrics.csv, TensorBoard and Weights & Biases; progress to the console. file is None on
+    ranks other than 0, which log nothing. state: where a resumed run continues."""
 
-    def __init__(self, args: Args, file, state: dict | None) -> None:
-        state = state or {"step": 0, "wall_time": 0.0, "wandb_id": uuid.uuid4().hex, "csv": ",".join(COLUMNS) + "\n"}
+    def __init__(self, args: Args, file, state: dict | None, cleanup: contextlib.ExitStack) -> None:
+        state = state or {"step": 0, "wall_time": 0.0, "wandb_id": os.urandom(8).hex(), "csv": ",".join(COLUMNS) + "\n"}
         self.step, self.wandb_id, self.start_time = state["step"], state["wandb_id"], time.time() - state["wall_time"]
-        self.total, self.file, self.wandb = args.num_iterations * NUM_RANKS * args.batch_size, file, None
-        # smoothing 0: the time left follows the mean speed, so auxiliary phases count
-        options = {"unit": "step", "unit_scale": True, "smoothing": 0, "dynamic_ncols": True, "file": sys.stdout}
-        is_terminal = file is not None and sys.stdout is not None and sys.stdout.isatty()
-        self.bar = tqdm(total=self.total, initial=self.step, disable=not is_terminal, **options)
+        self.file, total = file, args.num_iterations * NUM_RANKS * args.batch_size
+        # disable None: no bar unless stdout is a terminal; smoothing 0: the time left follows the mean speed
+        options = {"unit": "step", "unit_scale": True, "dynamic_ncols": True, "disable": None if file else True}
+        self.bar = tqdm(total=total, initial=self.step, file=sys.stdout, smoothing=0, **options)
+        cleanup.callback(self.bar.close)
         if file and args.track:
-            self.wandb, name = importlib.import_module("wandb"), Path(args.run_dir).name
+            wandb = importlib.import_module("wandb")
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-            options |= {"id": self.wandb_id, "name": name, "resume": "allow", "dir": args.run_dir}
-            self.wandb.init(sync_tensorboard=True, save_code=True, **options)
+            options |= {"id": self.wandb_id, "name": Path(args.run_dir).name, "resume": "allow", "dir": args.run_dir}
+            wandb.init(sync_tensorboard=True, save_code=True, **options)
+            cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
         if file:
             file.truncate(0)  # rows after the checkpoint will come again
             file.write(state["csv"])
             self.tensorboard = SummaryWriter(args.run_dir, purge_step=self.step + 1 if self.step else None)
-
-    def close(self, error: type | None, *_) -> None:
-        self.bar.close()
-        if self.file:
-            self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish(exit_code=int(error is not None))
+            cleanup.callback(self.tensorboard.close)
 
     def log(self, row: dict[str, float], clock: list[float]) -> None:
         """Record an iteration. row: numbers by column, blank if absent or not finite. clock: ends of its phases."""
         if not self.file:
             return
-        self.step, wall_time = row["global_step"], clock[-1] - self.start_time
-        row |= {f"time/{name}": end - begin for name, begin, end in zip(PHASES, clock[:-1], clock[1:], strict=True)}
-        row |= {"wall_time": wall_time, "charts/SPS": self.step / wall_time}
-        row = {name: value for name, value in row.items() if math.isfinite(value)}
+        self.step, seconds = row["global_step"], dict(zip(PHASES, np.diff(clock), strict=True))
+        row |= {f"time/{name}": x for name, x in seconds.items()} | {"wall_time": clock[-1] - self.start_time}
+        row = {name: x for name, x in row.items() if math.isfinite(x)}
+        row["charts/SPS"] = speed = self.step / row["wall_time"]
         self.file.write(",".join(str(row.get(name, "")) for name in COLUMNS) + "\n")
         self.file.flush()
-        for name, value in row.items():
-            self.tensorboard.add_scalar(name, value, self.step)
-        times = ", ".join(f"{name.replace('_', ' ')} {row['time/' + name]:.1f}s" for name in PHASES)
-        text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | {times}"
+        for name, x in row.items():
+            self.tensorboard.add_scalar(name, x, self.step)
+        text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | "
+        text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items())
         self.bar.set_postfix_str(text)
         if self.bar.disable:
-            eta, done = tqdm.format_interval((self.total - self.step) / row["charts/SPS"]), self.step / self.total
-            say(f"step {self.step:>11,} {done:6.1%} | {row['charts/SPS']:7,.0f} steps/s | ETA {eta:>8} | {text}")
+            done, eta = self.step / self.bar.total, tqdm.format_interval((self.bar.total - self.step) / speed)
+            say(f"step {self.step:>11,} {done:6.1%} | {speed:7,.0f} steps/s | ETA {eta:>8} | {text}")
 
     def state_dict(self) -> dict:
         """Where a resumed run continues. All before it is on the disk when this returns."""
@@ -806,14 +748,15 @@ class Checkpoint:
         self.path, self.about = Path(args.run_dir) / "checkpoint.pt", about | {"args": asdict(args)}
         self.envs, self.logger, self.parts, self.cuda = envs, logger, parts, device if device.type == "cuda" else None
 
-    def save(self, iteration: int) -> None:
+    def save(self, iteration: int, finished: bool = False, in_phase: bool = False) -> None:
+        """in_phase: the buffer is not saved, so the run can be extended from the end of the phase before only."""
         own = {"envs": self.envs.state_dict(), "rng": torch.get_rng_state()}
         own["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
-        state = {"about": self.about, "iteration": iteration, "finished": False, "ranks": gather(own)}
+        state = {"about": self.about, "iteration": iteration, "finished": finished, "ranks": gather(own)}
         if RANK == 0:
             state |= {name: part.state_dict() for name, part in (self.parts | {"logger": self.logger}).items()}
             save_atomically(self.path.with_name("agent.pt"), state["agent"])
-            save_atomically(self.path, state)
+            save_atomically(self.path, load_checkpoint(self.path) | {"finished": finished} if in_phase else state)
 
     def restore(self, state: dict) -> int:
         """Restore what load_checkpoint() returned. Returns the number of iterations done."""
@@ -828,14 +771,6 @@ class Checkpoint:
         if self.cuda and own["cuda_rng"] is not None:
             torch.cuda.set_rng_state(own["cuda_rng"], self.cuda)
         return state["iteration"]
-
-    def finish(self) -> None:
-        """Mark the run as finished. Inside a phase, the checkpoint stays at the end of the phase before, where the buffer
-        is empty: from there the run can be extended."""
-        if RANK == 0:
-            self.logger.state_dict()  # all records are on the disk
-            save_atomically(self.path.with_name("agent.pt"), self.parts["agent"].state_dict())
-            save_atomically(self.path, load_checkpoint(self.path) | {"finished": True})
 
 
 def save_atomically(path: Path, state: dict) -> None:
@@ -855,31 +790,28 @@ def save_atomically(path: Path, state: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """A checkpoint, on the CPU, without running pickled code. UsageError if it is missing or damaged."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"no checkpoint to resume from: {error}; start the run again, without --resume") from None
-    try:
-        if zipfile.ZipFile(io.BytesIO(data)).testzip():  # compares the CRCs
-            raise zipfile.BadZipFile
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # a damaged file can raise almost anything
-        raise UsageError(f"{path} is damaged, or no checkpoint") from None
+        data = io.BytesIO(path.read_bytes())
+        if zipfile.ZipFile(data).testzip():  # compares the CRCs, torch.load does not
+            raise zipfile.BadZipFile("wrong CRC")
+        data.seek(0)
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"no checkpoint to resume from: {path}; start the run again, without --resume") from None
+    except Exception as error:  # a damaged file can raise almost anything
+        raise UsageError(f"{path} is damaged, or no checkpoint ({type(error).__name__})") from None
 
 
 def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
-    """Open and lock metrics.csv of a new run, or of one to resume; cleanup closes it. UsageError, with nothing written,
-    if another process writes to the folder, or if a new run's folder is not empty."""
+    """Open and lock metrics.csv. UsageError, with nothing written, if the folder is in use, or not empty but new."""
     run_dir = Path(args.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if not args.resume and any(run_dir.iterdir()):
-            raise UsageError(f"{run_dir} is not empty: choose another --run-dir, or --resume the run that it holds")
+            raise UsageError(f"{run_dir} is not empty: --resume the run in it, remove it, or choose another --run-dir")
         file = cleanup.enter_context(open(run_dir / "metrics.csv", "a", newline=""))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it, however the process ends
-        if args.resume:
-            about = load_checkpoint(run_dir / "checkpoint.pt")["about"] | {"args": asdict(args)}
-        else:
-            shutil.copy(__file__, run_dir)
+        if not args.resume:
+            (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
         save_atomically(run_dir / "args.json", about)
     except OSError as error:
         reason = "another process is writing to it" if isinstance(error, BlockingIOError) else error
@@ -888,8 +820,6 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
 
 
 # ---- 8 Evaluation and video ------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = lambda *_: None) -> np.ndarray:
     """Raw returns (num_envs,) of an episode in each environment: the same number from each, or short ones would count
@@ -910,30 +840,30 @@ def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = l
 
 
 def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = False) -> None:
-    """Write an mp4 of four rendered envs until each has ended an episode."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the version that gym3 pins imports pkg_resources, which warns
-        from imageio_ffmpeg import write_frames
+    """Write an mp4 of four rendered envs until each has ended an episode. Say so, and no more, if ffmpeg fails."""
     temporary = path.with_suffix(".tmp.mp4")
-    mp4 = write_frames(str(temporary), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: what procgen shows to a person
 
     def add_frame(*_) -> None:
         frames = np.stack(envs.render()).reshape(2, 2, 512, 512, 3)
         mp4.send(np.ascontiguousarray(frames.swapaxes(1, 2)))  # (row, y, column, x, RGB)
 
     try:
-        mp4.send(None)
-        evaluate(agent, envs, seed, greedy, add_frame)
-        mp4.close()
+        with contextlib.redirect_stderr(io.StringIO()):  # gym3 pins a version whose import warns
+            ffmpeg = importlib.import_module("imageio_ffmpeg")
+        mp4 = ffmpeg.write_frames(str(temporary), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: as a person plays
+        with contextlib.closing(mp4):
+            mp4.send(None)
+            evaluate(agent, envs, seed, greedy, add_frame)
         os.replace(temporary, path)
+    except (OSError, ImportError) as error:  # must not end the training
+        say(f"no {path}: {error}", sys.stderr)
     finally:
-        mp4.close()
         temporary.unlink(missing_ok=True)
 
 
 class Evaluator:
-    """Evaluates on levels outside of training and, if training is restricted to some levels, on those too. Its
-    environments last the whole run, because procgen leaks memory when they are closed."""
+    """Evaluates on levels outside of training and on the training levels, if these are restricted. Its environments
+    last the whole run, because procgen leaks memory when they are closed."""
 
     def __init__(self, args: Args, make_envs: Callable) -> None:
         self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed
@@ -948,29 +878,23 @@ class Evaluator:
     def __call__(self, agent: nn.Module, iteration: int, step: int) -> dict[str, float]:
         """If an evaluation is due, mean return and standard error of an episode in each environment, by column."""
         row, args = {}, self.args
-        if iteration < args.num_iterations and (args.eval_interval == 0 or iteration % args.eval_interval > 0):
-            return row
-        for split, envs in self.envs.items():
+        due = iteration == args.num_iterations or (args.eval_interval > 0 and iteration % args.eval_interval == 0)
+        for split, envs in self.envs.items() if due else ():
             envs.load_state_dict(self.starts[split])  # the same levels every time
             if split == "video":
-                try:
-                    record_video(agent, envs, Path(args.run_dir) / f"{step}.mp4", args.seed)
-                except OSError as error:  # a fault of ffmpeg must not end the training
-                    say(f"no video at step {step:,}: {error}", sys.stderr)
+                record_video(agent, envs, Path(args.run_dir) / f"{step}.mp4", args.seed)
             else:
                 returns = evaluate(agent, envs, args.seed)
                 row[f"eval/{split}_return"] = returns.mean()
                 row[f"eval/{split}_stderr"] = returns.std(ddof=1) / math.sqrt(returns.size)
-        if "eval/train_return" in row:
+        if "train" in self.envs and due:
             row["eval/generalization_gap"] = row["eval/train_return"] - row["eval/test_return"]
         return row
 
 
 # ---- 9 Command line --------------------------------------------------------------------------------------------------
-
 ALGORITHM = "ppg"
-MAY_CHANGE = ("num_grad_accum", "num_aux_grad_accum", "aux_device", "env_threads")  # when a run is resumed
-SAVES_MEMORY = "--num-grad-accum 2, --num-aux-grad-accum 2 (or more) or --aux-device cpu"
+MAY_CHANGE = {"num_grad_accum", "num_aux_grad_accum", "aux_device", "env_threads"}  # when a run is resumed
 
 
 def check_args(args: Args) -> None:
@@ -1002,41 +926,39 @@ def check_args(args: Args) -> None:
     require(size % number == 0, f"num_aux_rollouts ({number}) must divide n_iteration * num_envs ({size})")
     number *= args.num_aux_minibatches if args.e_auxiliary > 0 else 0
     require(number <= size, f"num_aux_minibatches take {number} rollouts, but the buffer has {size}")
-    one_lr = args.learning_rate == args.aux_learning_rate
-    require(one_lr or not args.single_optimizer, "single_optimizer: aux_learning_rate must be learning_rate")
+    require(not args.single_optimizer or args.aux_learning_rate == args.learning_rate, "one optimizer has one rate")
     gpu = args.cuda and torch.cuda.is_available()
     require(gpu or args.aux_device != "cuda", "aux_device: there is no GPU in use")
     size = ((size + args.num_envs) * args.num_steps * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if gpu else 0
     require(size < memory, f"rollouts and environments need {size:,.0f} GB of {memory:,.0f} GB of memory")
-    video = args.capture_video and not importlib.util.find_spec("imageio_ffmpeg")
-    require(not video, "capture_video needs imageio-ffmpeg: pip install imageio-ffmpeg")
 
 
 def describe(args: Args) -> dict:
-    """What one must know about a run: arguments, command, commit, versions, hardware."""
-    git, here = "git describe --always --dirty --abbrev=40 --exclude=*".split(), Path(__file__).resolve().parent
-    commit = subprocess.run(git, cwd=here, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    """What one must know about a run: arguments; command, commit, versions and hardware that began it."""
+    if args.resume:
+        return load_checkpoint(Path(args.run_dir) / "checkpoint.pt")["about"] | {"args": asdict(args)}
+    git = "git describe --always --dirty --abbrev=40 '--exclude=*'"
+    git = subprocess.run(git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
-    hardware = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
-    about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": commit, "versions": versions, "hardware": hardware}
-    return about | {"command": command(*sys.argv[1:]), "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": git.stdout.strip()}
+    about |= {
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    }
+    about |= {"hardware": {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}}
+    return about | {"command": command(*sys.argv[1:]), "date": time.strftime("%FT%T%z")}
 
 
 def command(*flags: str) -> str:
     """The shell command that starts this script with other flags, by torchrun if that started it."""
-    launcher = [Path(sys.executable).name]
-    if NUM_RANKS > 1:
-        launcher = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-        launcher = launcher[: launcher.index(sys.argv[0])]
+    torchrun = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0") if NUM_RANKS > 1 else []
+    launcher = torchrun[: torchrun.index(sys.argv[0])] if torchrun else [Path(sys.executable).name]
     return shlex.join([*launcher, sys.argv[0], *flags])
 
 
 def main(args: Args) -> None:
-    """Run the training. UsageError if it cannot begin. A run that does not finish says why, and how to continue it, and
-    raises SystemExit: 128 + n after signal n, else 1."""
+    """Train. If the run does not finish, say why and how to continue it; exit code 128 + n after signal n, else 1."""
     try:
         with contextlib.ExitStack() as cleanup:
             about = describe(args)
@@ -1049,8 +971,8 @@ def main(args: Args) -> None:
     except Exception as error:
         reason, code = f"{type(error).__name__}: {error}", 1
         if isinstance(error, torch.OutOfMemoryError):
-            reason = f"out of GPU memory; {SAVES_MEMORY} saves some ({error})"
-        elif getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):  # a full disk needs no traceback
+            reason += "; --num-grad-accum 2, --num-aux-grad-accum 2 (or more) or --aux-device cpu saves GPU memory"
+        elif not isinstance(error, OSError):  # such as a full disk, which the message explains
             traceback.print_exc()
     say(f"stopped: {reason}", sys.stderr)
     if RANK == 0 and (Path(args.run_dir) / "checkpoint.pt").exists():
@@ -1059,28 +981,24 @@ def main(args: Args) -> None:
 
 
 def parse_args() -> Args:
-    """Arguments from the command line, or with --resume from the checkpoint, which the flags must not contradict.
-    UsageError if it does; SystemExit if the run to resume is finished."""
+    """Arguments from the command line, or with --resume from the checkpoint, which the flags must not contradict."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
     if (resume := parser.parse_known_args()[0].resume) is None:
         return tyro.cli(Args, description=__doc__.split("\n")[0])
-    if not resume:
-        raise UsageError("--resume is empty: it needs a run folder")
     state, names = load_checkpoint(Path(resume) / "checkpoint.pt"), {x.name for x in fields(Args) if x.init}
     about = state.get("about", {"args": {}})
-    if about.get("algorithm") != ALGORITHM or not names <= set(about["args"]):
-        raise UsageError(f"{resume} is no run of this version of {Path(__file__).name}")
-    if (num_ranks := about["args"]["num_ranks"]) != NUM_RANKS:
-        raise UsageError(f"{resume} is a run of {num_ranks} rank(s), not {NUM_RANKS}: torchrun sets their number")
-    saved = Args(**{name: about["args"][name] for name in names} | {"resume": resume, "run_dir": resume})
-    args = replace(tyro.cli(Args, default=saved))  # tyro took the derived fields from its default
-    if args.total_timesteps > saved.total_timesteps and not args.anneal_lr:
+    if not resume or about.get("algorithm") != ALGORITHM or not names <= set(about["args"]):
+        raise UsageError(f"{resume!r} is no run of this version of {Path(__file__).name}")
+    saved = about["args"] | {"resume": resume, "run_dir": resume}
+    default = Args(**{name: saved[name] for name in names})
+    args = replace(tyro.cli(Args, default=default))  # tyro took the derived fields from its default
+    if args.total_timesteps > default.total_timesteps and not args.anneal_lr:
         names.remove("total_timesteps")
-    for name in names.difference(MAY_CHANGE):
-        if getattr(args, name) != getattr(saved, name):
-            raise UsageError(f"{name} contradicts the checkpoint, which has {getattr(saved, name)}")
-    if state["finished"] and args.num_iterations == saved.num_iterations:
+    for name in names - MAY_CHANGE | {"num_ranks"}:
+        if getattr(args, name) != saved[name]:
+            raise UsageError(f"{name} contradicts the checkpoint, which has {saved[name]}")
+    if state["finished"] and args.num_iterations == default.num_iterations:
         sys.exit(say(f"{resume} is finished; a larger --total-timesteps extends it"))
     return args
 

@@ -28,23 +28,19 @@ Departures from openai/train-procgen, with the flag that takes each back:
 import argparse
 import contextlib
 import ctypes
-import errno
 import fcntl
-import importlib.util
+import importlib
 import io
 import json
 import math
 import os
 import platform
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import traceback
-import uuid
-import warnings
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -63,13 +59,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- 1 Arguments -----------------------------------------------------------------------------------------------------
-
-Game = Literal[
-    tuple(
-        "bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja "
-        "plunder starpilot".split()
-    )
-]
+_games = "bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja"
+Game = Literal[tuple(f"{_games} plunder starpilot".split())]
 
 
 @dataclass
@@ -116,6 +107,7 @@ class Args:
     vf_coef: float = 0.5  # weight of the value loss, half a mean squared error
     clip_vloss: bool = True  # clip the value loss with clip_coef
     max_grad_norm: float = 0.5  # clip the norm of the gradient; 0: no clipping
+
     # derived
     num_ranks: int = field(init=False)
     batch_size: int = field(init=False)
@@ -123,19 +115,16 @@ class Args:
     num_iterations: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive sizes. ValueError for what cannot run: tyro prints one message and exits with code 2."""
-
+        """Derive sizes. UsageError for what cannot run."""
         self.num_ranks, self.batch_size = NUM_RANKS, self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size * NUM_RANKS, 1)
         check_args(self)
-        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
+        unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
 
 
 # ---- 2 Networks ------------------------------------------------------------------------------------------------------
-
-
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -197,8 +186,6 @@ class Agent(nn.Module):
 
 
 # ---- 3 Losses --------------------------------------------------------------------------------------------------------
-
-
 def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> torch.Tensor:
     """Advantages (T, N) by generalised advantage estimation (Schulman et al., 2016). rewards: (T, N). values:
     (T + 1, N), the last row is the bootstrap. dones: (T + 1, N), dones[t] is 1 where o_t begins a new episode."""
@@ -209,32 +196,34 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> torc
     return advantages
 
 
-def ppo_loss(agent, args, obs, actions, logprobs, advantages, returns, values):
-    """L_clip, value loss and entropy bonus over a minibatch, and statistics to log. All but agent and args are tensors
-    (B, ...) from the rollout: logprobs is log pi_old(a|o), values are the old V(o)."""
+def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, values):
+    """-L_clip - c H + value loss over a minibatch, and statistics to log. All but agent and args are tensors (B, ...)
+    from the rollout: logprobs is log pi_old(a|o), values are the old V(o)."""
     new = agent(obs)
+    stats = {}
     new_logprobs = new.logits.log_softmax(-1)
     logratio = new_logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1) - logprobs
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) if args.clip_coef > 0 else ratio
     pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-    entropy = -(new_logprobs.exp() * new_logprobs).sum(-1).mean()
+    kl_k2 = 0.5 * logratio.square().mean()  # estimates KL[pi_old, pi], as in the reference code; k1 and k3 do too:
+    stats["old_approx_kl"], stats["approx_kl"] = -logratio.mean(), (ratio - 1 - logratio).mean()
+    stats["approx_kl_k2"], stats["clipfrac"] = kl_k2, (clipped != ratio).float().mean()
+    stats["policy_loss"] = pg_loss
+    stats["entropy"] = -(new_logprobs.exp() * new_logprobs).sum(-1).mean()
+    loss = stats["policy_loss"] - args.ent_coef * stats["entropy"]
     errors = (new.values - returns).square()
     if args.clip_vloss:
         clipped_values = values + (new.values - values).clamp(-args.clip_coef, args.clip_coef)
         errors = torch.max(errors, (clipped_values - returns).square())
-    v_loss = 0.5 * errors.mean()
-    stats = {"policy_loss": pg_loss, "entropy": entropy, "value_loss": v_loss}
-    # three estimators of KL[pi_old, pi]: k1, k3, and k2, which is the published approxkl
-    stats["old_approx_kl"], stats["approx_kl"] = -logratio.mean(), (ratio - 1 - logratio).mean()
-    stats["approx_kl_k2"], stats["clipfrac"] = 0.5 * logratio.square().mean(), (clipped != ratio).float().mean()
-    return pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss, stats
+    stats["value_loss"] = 0.5 * errors.mean()
+    return loss + args.vf_coef * stats["value_loss"], stats
 
 
 def update(optimizer, loss_fn: Callable, num_chunks: int, max_grad_norm: float, **minibatch: torch.Tensor) -> dict:
     """One optimizer step on the mean of loss_fn over a minibatch of each rank. Only one of num_chunks chunks at a time
     holds activations. Returns scalar tensors by name; they stay on the device, so the host need not wait."""
-    optimizer.zero_grad()  # (critical!) gradients of the other phase must not leak into this step
+    optimizer.zero_grad()  # (critical!) gradients of another phase must not leak into this step
     params, batch_size = optimizer.param_groups[0]["params"], len(minibatch["returns"])
     totals: dict[str, torch.Tensor] = {}
     for chunk in zip(*(tensor.chunk(num_chunks) for tensor in minibatch.values()), strict=True):
@@ -249,8 +238,6 @@ def update(optimizer, loss_fn: Callable, num_chunks: int, max_grad_norm: float, 
 
 
 # ---- 4 Training loop -------------------------------------------------------------------------------------------------
-
-
 def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) -> None:
     """The training loop. cleanup: what must be closed when the run ends, however it ends."""
     T, N, num_iterations = args.num_steps, args.num_envs, args.num_iterations
@@ -264,6 +251,9 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         envs = ProcgenVectorEnv(args.env_id, num_envs, args.distribution_mode, **(levels | options))
         return cleanup.enter_context(contextlib.closing(envs))
 
+    def to_device(x: torch.Tensor) -> torch.Tensor:  # from pinned memory: the copy does not wait for the GPU
+        return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
     envs = make_envs(N, seed=rank_seed)
     agent = Agent(envs.num_actions).to(device, memory_format=torch.channels_last)
     if RANK > 0:
@@ -272,45 +262,44 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     # the learning rate is a tensor: a CUDA graph would freeze a Python float
     group = {"params": agent.parameters(), "lr": torch.tensor(args.learning_rate, device=device)}
     optimizer = torch.optim.Adam([group], eps=1e-5, fused=True, capturable=device.type == "cuda")
-    fast_agent, graphed = speed_up(agent, args, device)
+    policy_agent, graphed = speed_up(agent, args, device)
     start_ranks(device, cleanup)
 
     @graphed
     @torch.no_grad()
     def act(obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        outputs = fast_agent(obs)
+        outputs = policy_agent(obs)
         actions, logprobs = sample_action(outputs.logits)
         return {"actions": actions, "logprobs": logprobs, "values": outputs.values}
 
     # The update is one optimizer step on a minibatch, and on a GPU one CUDA graph
     chunk_size = 2**31 if device.type == "cuda" else 512  # on a CPU more costs gigabytes and brings no speed
     num_chunks = args.num_grad_accum or math.ceil(args.minibatch_size / chunk_size)
-    mb_update = graphed(partial(update, optimizer, partial(ppo_loss, fast_agent, args), num_chunks, args.max_grad_norm))
+    mb_update = graphed(
+        partial(update, optimizer, partial(policy_phase_loss, policy_agent, args), num_chunks, args.max_grad_norm)
+    )
 
     # Storage, time first
     obs = torch.empty((T, N, *envs.obs_shape), dtype=torch.uint8, device=device)
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     logprobs, values = torch.empty((T, N), device=device), torch.empty((T + 1, N), device=device)
-    rewards, dones = (
-        torch.empty((T, N)),
-        torch.empty((T + 1, N)),
-    )  # on the host; dones[t]: 1 where o_t begins an episode
+    rewards, dones = torch.empty((T, N)), torch.empty((T + 1, N))  # on the host; dones[t]: 1 where an episode begins
+
     # Start, or continue from the checkpoint
     episodes, reward_normalizer = EpisodeStatistics(NUM_RANKS * N), RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
     state = load_checkpoint(Path(args.run_dir) / "checkpoint.pt") if args.resume else None
-    logger = Logger(args, metrics_file, state and state["logger"])
-    cleanup.push(logger.close)
-    parts = {"agent": agent, "episodes": episodes, "rewards": reward_normalizer} | {"optimizer": optimizer}
+    logger = Logger(args, metrics_file, state and state["logger"], cleanup)
+    parts = {"agent": agent, "episodes": episodes, "rewards": reward_normalizer, "optimizer": optimizer}
     checkpoint = Checkpoint(args, about, device, envs, logger, parts)
     start_iteration = checkpoint.restore(state) if state else 0
     checkpoint.save(start_iteration)  # a run can be resumed from its first second
     evaluator = Evaluator(args, make_envs)
     next_obs, _ = envs.reset()
     next_done = episodes.totals[1, own] == 0  # an episode of length 0 begins
-    batch_size, name = NUM_RANKS * args.batch_size, f"{args.env_id} {args.distribution_mode}"
-    say(f"{args.run_dir}: {name}, {args.num_levels or 'all'} levels, seed {args.seed}, on {device}")
-    size = f"{NUM_RANKS} x {N} x {T} = {num_iterations * batch_size:,} steps, from {start_iteration * batch_size:,}"
-    say(f"{num_iterations:,} iterations of ranks x environments x steps = {size}")
+    batch_size, size = NUM_RANKS * args.batch_size, f"{NUM_RANKS} ranks x {N} environments x {T} steps"
+    levels = f"{args.env_id} {args.distribution_mode}, {args.num_levels or 'all'} levels"
+    say(f"{args.run_dir}: {levels}, seed {args.seed}, on {device}")
+    say(f"iterations {start_iteration + 1:,} to {num_iterations:,} of {size} = {num_iterations * batch_size:,} steps")
 
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock, stats = [time.time()], {}
@@ -319,9 +308,9 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
         optimizer.param_groups[0]["lr"].fill_(remaining * args.learning_rate)
 
-        # Rollout under the current policy
+        # Perform rollouts under current policy pi
         for t in range(T):
-            obs[t], dones[t] = to_device(torch.from_numpy(next_obs), device), next_done
+            obs[t], dones[t] = to_device(torch.from_numpy(next_obs)), next_done
             step = act(obs=obs[t])
             actions[t], logprobs[t], values[t] = step["actions"], step["logprobs"], step["values"]
             next_obs, reward, terminated, truncated, _ = envs.step(actions[t].cpu().numpy())  # waits for the GPU
@@ -330,25 +319,22 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         dones[T] = next_done
         all_rewards, all_dones = torch.cat(gather(rewards), 1), torch.cat(gather(dones), 1)  # of all ranks
 
-        # Advantages and value targets
+        # Compute value function target V_targ for each state s_t
         with torch.no_grad():
-            values[T] = fast_agent(to_device(torch.from_numpy(next_obs), device)).values
-        normalized_rewards = reward_normalizer(all_rewards, all_dones[:-1])[:, own].contiguous()
-        on_device = to_device(normalized_rewards, device), values, to_device(dones, device)
-        advantages = compute_gae(*on_device, args.gamma, args.gae_lambda)
+            values[T] = policy_agent(to_device(torch.from_numpy(next_obs))).values
+        normalized_rewards = to_device(reward_normalizer(all_rewards, all_dones[:-1])[:, own].contiguous())
+        advantages = compute_gae(normalized_rewards, values, to_device(dones), args.gamma, args.gae_lambda)
         returns = advantages + values[:-1]
         clock.append(time.time())
 
-        # Epochs over shuffled minibatches
+        # Optimize L_clip + c S[pi] and the value loss for E epochs
         batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "advantages": advantages}
         batch = {name: x.flatten(0, 1) for name, x in (batch | {"returns": returns, "values": values[:-1]}).items()}
         for _ in range(args.update_epochs):
             b_inds = torch.randperm(args.batch_size, device=device).view(args.num_minibatches, -1)
-            # advantages are normalised in each minibatch, of all ranks
-            all_advantages = torch.cat(
-                gather(batch["advantages"][b_inds].cpu()), 1
-            )  # (num_minibatches, B of all ranks)
-            stds, means = torch.std_mean(all_advantages, 1, correction=0)
+            # normalise advantages in each minibatch, over all ranks
+            mb_advantages = torch.cat(gather(batch["advantages"][b_inds].cpu()), 1)  # (num_minibatches, B)
+            stds, means = torch.std_mean(mb_advantages, 1, correction=0)
             updates = []
             for mb_inds, std, mean in zip(b_inds, stds.tolist(), means.tolist(), strict=True):
                 mb = {name: x[mb_inds] for name, x in batch.items()}
@@ -365,13 +351,12 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         row["losses/explained_variance"] = 1 - ((all_returns - all_values).var() / all_returns.var()).item()
         row |= evaluator(agent, iteration, global_step)
         logger.log(row, [*clock, time.time()])
-        if iteration % args.checkpoint_interval == 0 or iteration == num_iterations:
-            checkpoint.save(iteration)
-    checkpoint.finish()
+        finished = iteration == num_iterations
+        if finished or iteration % args.checkpoint_interval == 0:
+            checkpoint.save(iteration, finished)
 
 
 # ---- 5 Environment and statistics ------------------------------------------------------------------------------------
-
 NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
 GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks another mode, procgen aborts the process
     "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
@@ -390,13 +375,12 @@ class ProcgenVectorEnv:
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
         options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # default: a random seed
-        options |= {"render_mode": "rgb_array"} if render else {}
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
         games = procgen.ProcgenGym3Env if self.has_gym3 else procgen.ProcgenVecEnv
-        self.num_envs, self.games = num_envs, games(num_envs, env_id, **options)
-        self.close = self.games.close
+        self.games = games(num_envs, env_id, render_mode="rgb_array" if render else None, **options)
+        self.num_envs, self.close = num_envs, self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
         """Current observations, uint8 (N, 64, 64, 3): an episode cannot be cut short."""
@@ -431,8 +415,8 @@ class EpisodeStatistics(nn.Module):
         self.register_buffer("totals", torch.zeros((2, num_envs), dtype=torch.float64))  # returns, lengths so far
 
     def update(self, rewards: torch.Tensor, dones: torch.Tensor) -> dict[str, float]:
-        """Take a rollout's raw rewards (T, N) and dones (T, N), 1 where the step ended an episode. Return means over all
-        episodes that ended in it, and the mean return of the last 100; nan if there are none."""
+        """Add a rollout's raw rewards (T, N) and dones (T, N), 1 where the step ended an episode. Return means over the
+        episodes that ended in it, and over the last 100; nan if there are none."""
         finished = [torch.empty((2, 0), dtype=torch.float64)]
         for reward, done in zip(rewards, dones.bool(), strict=True):
             self.totals += torch.stack([reward, torch.ones_like(reward)])
@@ -446,8 +430,8 @@ class EpisodeStatistics(nn.Module):
 
 
 class RewardNormalizer(nn.Module):
-    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1} over all environments, step by
-    step as baselines' VecNormalize does: in the first steps it is still small, so the first rewards count more."""
+    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1} over all environments. Step
+    by step, as baselines' VecNormalize: in the first steps it is still small, so the first rewards count for more."""
 
     def __init__(self, num_envs: int, gamma: float) -> None:
         super().__init__()
@@ -469,7 +453,6 @@ class RewardNormalizer(nn.Module):
 
 
 # ---- 6 Speed and ranks -----------------------------------------------------------------------------------------------
-
 # torchrun starts several ranks, each with its own environments and GPU; without it there is rank 0 of 1
 _ranks = os.environ.get("RANK", "" if "WORLD_SIZE" in os.environ else "0"), os.environ.get("LOCAL_RANK", "0")
 RANK, LOCAL_RANK, NUM_RANKS = (int(x) if x.isdigit() else -1 for x in (*_ranks, os.environ.get("WORLD_SIZE", "1")))
@@ -519,15 +502,10 @@ class CudaGraph:
 
 
 def sample_action(logits: torch.Tensor, generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Actions (B,) from softmax(logits) and their log-probabilities (B,), by the Gumbel-max trick: torch's Categorical
-    checks its arguments, and the check waits for the GPU."""
+    """Actions (B,) and log-probabilities (B,), by the Gumbel-max trick: torch's Categorical waits for the GPU."""
     logprobs = logits.log_softmax(-1)
     actions = (logprobs - torch.empty_like(logprobs).exponential_(generator=generator).log()).argmax(-1)
     return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
@@ -538,7 +516,8 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
 
     if NUM_RANKS > 1:  # after Adam has imported torch._dynamo: later it would keep gloo's threads, which abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(hours=2))
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
         # after an error NCCL would wait for CUDA graphs that are still held
         cleanup.push(lambda error, *_: None if error and device.type == "cuda" else dist.destroy_process_group())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # after init: rendezvous blocks Python's handlers
@@ -564,19 +543,13 @@ def gather(x) -> list:
 
 
 # ---- 7 Records and checkpoints ---------------------------------------------------------------------------------------
-
-COLUMNS = "iteration global_step episodes wall_time".split() + [
-    f"{group}/{name}"
-    for group, names in {
-        "charts": "episodic_return episodic_length mean_return_100 SPS learning_rate",
-        "losses": "value_loss policy_loss entropy old_approx_kl approx_kl approx_kl_k2 clipfrac explained_variance "
-        "grad_norm weight_norm",
-        "time": "rollout policy_phase evaluation",
-        "eval": "train_return train_stderr test_return test_stderr generalization_gap",
-    }.items()
-    for name in names.split()
-]
-PHASES = [name.removeprefix("time/") for name in COLUMNS if name.startswith("time/")]
+PHASES = ["rollout", "policy_phase", "evaluation"]
+COLUMNS = "iteration global_step episodes wall_time".split()
+COLUMNS += [f"charts/{x}" for x in "episodic_return episodic_length mean_return_100 SPS learning_rate".split()]
+COLUMNS += [f"losses/{x}" for x in "value_loss policy_loss entropy old_approx_kl approx_kl approx_kl_k2".split()]
+COLUMNS += [f"losses/{x}" for x in "clipfrac explained_variance grad_norm weight_norm".split()]
+COLUMNS += [f"time/{x}" for x in PHASES]
+COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
 
 
 class UsageError(ValueError):
@@ -588,7 +561,7 @@ class Stopped(BaseException):  # not an Exception, which library code might catc
 
 
 def say(text: str, file=None) -> None:
-    """Print a line on rank 0. If its reader has gone (| head, a killed tee), go on without: the records are in files."""
+    """Print a line on rank 0. If its reader has gone (| head, a killed tee), go on: the records are in files."""
     try:
         print(text, file=file or sys.stdout, flush=True) if RANK == 0 or file else None
     except OSError:
@@ -596,8 +569,7 @@ def say(text: str, file=None) -> None:
 
 
 def fetch_stats(updates: list[dict], prefix: str, where: str, stats: dict[str, list]) -> None:
-    """Append the statistics of an epoch's updates, means over ranks, to stats[prefix + name], in one copy to the host.
-    Stopped if one is not finite."""
+    """Append an epoch's statistics, means over ranks, to stats[prefix + name]. Stopped if one is not finite."""
     table = torch.stack([torch.stack(list(update.values())) for update in updates]).cpu().numpy()  # waits for the GPU
     tables = np.stack(gather(table), -1)  # (num_updates, num_stats, num_ranks)
     if not np.isfinite(tables).all():
@@ -609,52 +581,47 @@ def fetch_stats(updates: list[dict], prefix: str, where: str, stats: dict[str, l
 
 
 class Logger:
-    """A row an iteration to metrics.csv, TensorBoard and, if asked, Weights & Biases; progress to the console. Without a
-    file, as on ranks other than 0, it logs nothing. state: where a resumed run continues."""
+    """A row an iteration to metrics.csv, TensorBoard and Weights & Biases; progress to the console. file is None on
+    ranks other than 0, which log nothing. state: where a resumed run continues."""
 
-    def __init__(self, args: Args, file, state: dict | None) -> None:
-        state = state or {"step": 0, "wall_time": 0.0, "wandb_id": uuid.uuid4().hex, "csv": ",".join(COLUMNS) + "\n"}
+    def __init__(self, args: Args, file, state: dict | None, cleanup: contextlib.ExitStack) -> None:
+        state = state or {"step": 0, "wall_time": 0.0, "wandb_id": os.urandom(8).hex(), "csv": ",".join(COLUMNS) + "\n"}
         self.step, self.wandb_id, self.start_time = state["step"], state["wandb_id"], time.time() - state["wall_time"]
-        self.total, self.file, self.wandb = args.num_iterations * NUM_RANKS * args.batch_size, file, None
-        # smoothing 0: the time left follows the mean speed, so auxiliary phases count
-        options = {"unit": "step", "unit_scale": True, "smoothing": 0, "dynamic_ncols": True, "file": sys.stdout}
-        is_terminal = file is not None and sys.stdout is not None and sys.stdout.isatty()
-        self.bar = tqdm(total=self.total, initial=self.step, disable=not is_terminal, **options)
+        self.file, total = file, args.num_iterations * NUM_RANKS * args.batch_size
+        # disable None: no bar unless stdout is a terminal; smoothing 0: the time left follows the mean speed
+        options = {"unit": "step", "unit_scale": True, "dynamic_ncols": True, "disable": None if file else True}
+        self.bar = tqdm(total=total, initial=self.step, file=sys.stdout, smoothing=0, **options)
+        cleanup.callback(self.bar.close)
         if file and args.track:
-            self.wandb, name = importlib.import_module("wandb"), Path(args.run_dir).name
+            wandb = importlib.import_module("wandb")
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-            options |= {"id": self.wandb_id, "name": name, "resume": "allow", "dir": args.run_dir}
-            self.wandb.init(sync_tensorboard=True, save_code=True, **options)
+            options |= {"id": self.wandb_id, "name": Path(args.run_dir).name, "resume": "allow", "dir": args.run_dir}
+            wandb.init(sync_tensorboard=True, save_code=True, **options)
+            cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
         if file:
             file.truncate(0)  # rows after the checkpoint will come again
             file.write(state["csv"])
             self.tensorboard = SummaryWriter(args.run_dir, purge_step=self.step + 1 if self.step else None)
-
-    def close(self, error: type | None, *_) -> None:
-        self.bar.close()
-        if self.file:
-            self.tensorboard.close()
-        if self.wandb:
-            self.wandb.finish(exit_code=int(error is not None))
+            cleanup.callback(self.tensorboard.close)
 
     def log(self, row: dict[str, float], clock: list[float]) -> None:
         """Record an iteration. row: numbers by column, blank if absent or not finite. clock: ends of its phases."""
         if not self.file:
             return
-        self.step, wall_time = row["global_step"], clock[-1] - self.start_time
-        row |= {f"time/{name}": end - begin for name, begin, end in zip(PHASES, clock[:-1], clock[1:], strict=True)}
-        row |= {"wall_time": wall_time, "charts/SPS": self.step / wall_time}
-        row = {name: value for name, value in row.items() if math.isfinite(value)}
+        self.step, seconds = row["global_step"], dict(zip(PHASES, np.diff(clock), strict=True))
+        row |= {f"time/{name}": x for name, x in seconds.items()} | {"wall_time": clock[-1] - self.start_time}
+        row = {name: x for name, x in row.items() if math.isfinite(x)}
+        row["charts/SPS"] = speed = self.step / row["wall_time"]
         self.file.write(",".join(str(row.get(name, "")) for name in COLUMNS) + "\n")
         self.file.flush()
-        for name, value in row.items():
-            self.tensorboard.add_scalar(name, value, self.step)
-        times = ", ".join(f"{name.replace('_', ' ')} {row['time/' + name]:.1f}s" for name in PHASES)
-        text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | {times}"
+        for name, x in row.items():
+            self.tensorboard.add_scalar(name, x, self.step)
+        text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | "
+        text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items())
         self.bar.set_postfix_str(text)
         if self.bar.disable:
-            eta, done = tqdm.format_interval((self.total - self.step) / row["charts/SPS"]), self.step / self.total
-            say(f"step {self.step:>11,} {done:6.1%} | {row['charts/SPS']:7,.0f} steps/s | ETA {eta:>8} | {text}")
+            done, eta = self.step / self.bar.total, tqdm.format_interval((self.bar.total - self.step) / speed)
+            say(f"step {self.step:>11,} {done:6.1%} | {speed:7,.0f} steps/s | ETA {eta:>8} | {text}")
 
     def state_dict(self) -> dict:
         """Where a resumed run continues. All before it is on the disk when this returns."""
@@ -673,10 +640,10 @@ class Checkpoint:
         self.path, self.about = Path(args.run_dir) / "checkpoint.pt", about | {"args": asdict(args)}
         self.envs, self.logger, self.parts, self.cuda = envs, logger, parts, device if device.type == "cuda" else None
 
-    def save(self, iteration: int) -> None:
+    def save(self, iteration: int, finished: bool = False) -> None:
         own = {"envs": self.envs.state_dict(), "rng": torch.get_rng_state()}
         own["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
-        state = {"about": self.about, "iteration": iteration, "finished": False, "ranks": gather(own)}
+        state = {"about": self.about, "iteration": iteration, "finished": finished, "ranks": gather(own)}
         if RANK == 0:
             state |= {name: part.state_dict() for name, part in (self.parts | {"logger": self.logger}).items()}
             save_atomically(self.path.with_name("agent.pt"), state["agent"])
@@ -696,13 +663,6 @@ class Checkpoint:
             torch.cuda.set_rng_state(own["cuda_rng"], self.cuda)
         return state["iteration"]
 
-    def finish(self) -> None:
-        """Mark the run as finished."""
-        if RANK == 0:
-            self.logger.state_dict()  # all records are on the disk
-            save_atomically(self.path.with_name("agent.pt"), self.parts["agent"].state_dict())
-            save_atomically(self.path, load_checkpoint(self.path) | {"finished": True})
-
 
 def save_atomically(path: Path, state: dict) -> None:
     """torch.save or json.dump such that a crash or a full disk leaves the whole old file or the whole new one."""
@@ -721,31 +681,28 @@ def save_atomically(path: Path, state: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """A checkpoint, on the CPU, without running pickled code. UsageError if it is missing or damaged."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"no checkpoint to resume from: {error}; start the run again, without --resume") from None
-    try:
-        if zipfile.ZipFile(io.BytesIO(data)).testzip():  # compares the CRCs
-            raise zipfile.BadZipFile
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception:  # a damaged file can raise almost anything
-        raise UsageError(f"{path} is damaged, or no checkpoint") from None
+        data = io.BytesIO(path.read_bytes())
+        if zipfile.ZipFile(data).testzip():  # compares the CRCs, torch.load does not
+            raise zipfile.BadZipFile("wrong CRC")
+        data.seek(0)
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UsageError(f"no checkpoint to resume from: {path}; start the run again, without --resume") from None
+    except Exception as error:  # a damaged file can raise almost anything
+        raise UsageError(f"{path} is damaged, or no checkpoint ({type(error).__name__})") from None
 
 
 def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
-    """Open and lock metrics.csv of a new run, or of one to resume; cleanup closes it. UsageError, with nothing written,
-    if another process writes to the folder, or if a new run's folder is not empty."""
+    """Open and lock metrics.csv. UsageError, with nothing written, if the folder is in use, or not empty but new."""
     run_dir = Path(args.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if not args.resume and any(run_dir.iterdir()):
-            raise UsageError(f"{run_dir} is not empty: choose another --run-dir, or --resume the run that it holds")
+            raise UsageError(f"{run_dir} is not empty: --resume the run in it, remove it, or choose another --run-dir")
         file = cleanup.enter_context(open(run_dir / "metrics.csv", "a", newline=""))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it, however the process ends
-        if args.resume:
-            about = load_checkpoint(run_dir / "checkpoint.pt")["about"] | {"args": asdict(args)}
-        else:
-            shutil.copy(__file__, run_dir)
+        if not args.resume:
+            (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
         save_atomically(run_dir / "args.json", about)
     except OSError as error:
         reason = "another process is writing to it" if isinstance(error, BlockingIOError) else error
@@ -754,8 +711,6 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
 
 
 # ---- 8 Evaluation and video ------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = lambda *_: None) -> np.ndarray:
     """Raw returns (num_envs,) of an episode in each environment: the same number from each, or short ones would count
@@ -776,30 +731,30 @@ def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = l
 
 
 def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = False) -> None:
-    """Write an mp4 of four rendered envs until each has ended an episode."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the version that gym3 pins imports pkg_resources, which warns
-        from imageio_ffmpeg import write_frames
+    """Write an mp4 of four rendered envs until each has ended an episode. Say so, and no more, if ffmpeg fails."""
     temporary = path.with_suffix(".tmp.mp4")
-    mp4 = write_frames(str(temporary), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: what procgen shows to a person
 
     def add_frame(*_) -> None:
         frames = np.stack(envs.render()).reshape(2, 2, 512, 512, 3)
         mp4.send(np.ascontiguousarray(frames.swapaxes(1, 2)))  # (row, y, column, x, RGB)
 
     try:
-        mp4.send(None)
-        evaluate(agent, envs, seed, greedy, add_frame)
-        mp4.close()
+        with contextlib.redirect_stderr(io.StringIO()):  # gym3 pins a version whose import warns
+            ffmpeg = importlib.import_module("imageio_ffmpeg")
+        mp4 = ffmpeg.write_frames(str(temporary), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: as a person plays
+        with contextlib.closing(mp4):
+            mp4.send(None)
+            evaluate(agent, envs, seed, greedy, add_frame)
         os.replace(temporary, path)
+    except (OSError, ImportError) as error:  # must not end the training
+        say(f"no {path}: {error}", sys.stderr)
     finally:
-        mp4.close()
         temporary.unlink(missing_ok=True)
 
 
 class Evaluator:
-    """Evaluates on levels outside of training and, if training is restricted to some levels, on those too. Its
-    environments last the whole run, because procgen leaks memory when they are closed."""
+    """Evaluates on levels outside of training and on the training levels, if these are restricted. Its environments
+    last the whole run, because procgen leaks memory when they are closed."""
 
     def __init__(self, args: Args, make_envs: Callable) -> None:
         self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed
@@ -814,29 +769,23 @@ class Evaluator:
     def __call__(self, agent: nn.Module, iteration: int, step: int) -> dict[str, float]:
         """If an evaluation is due, mean return and standard error of an episode in each environment, by column."""
         row, args = {}, self.args
-        if iteration < args.num_iterations and (args.eval_interval == 0 or iteration % args.eval_interval > 0):
-            return row
-        for split, envs in self.envs.items():
+        due = iteration == args.num_iterations or (args.eval_interval > 0 and iteration % args.eval_interval == 0)
+        for split, envs in self.envs.items() if due else ():
             envs.load_state_dict(self.starts[split])  # the same levels every time
             if split == "video":
-                try:
-                    record_video(agent, envs, Path(args.run_dir) / f"{step}.mp4", args.seed)
-                except OSError as error:  # a fault of ffmpeg must not end the training
-                    say(f"no video at step {step:,}: {error}", sys.stderr)
+                record_video(agent, envs, Path(args.run_dir) / f"{step}.mp4", args.seed)
             else:
                 returns = evaluate(agent, envs, args.seed)
                 row[f"eval/{split}_return"] = returns.mean()
                 row[f"eval/{split}_stderr"] = returns.std(ddof=1) / math.sqrt(returns.size)
-        if "eval/train_return" in row:
+        if "train" in self.envs and due:
             row["eval/generalization_gap"] = row["eval/train_return"] - row["eval/test_return"]
         return row
 
 
 # ---- 9 Command line --------------------------------------------------------------------------------------------------
-
 ALGORITHM = "ppo"
-MAY_CHANGE = ("num_grad_accum", "env_threads")  # when a run is resumed
-SAVES_MEMORY = "--num-grad-accum 2 (or more)"
+MAY_CHANGE = {"num_grad_accum", "env_threads"}  # when a run is resumed
 
 
 def check_args(args: Args) -> None:
@@ -868,33 +817,32 @@ def check_args(args: Args) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if gpu else 0
     require(size < memory, f"rollouts and environments need {size:,.0f} GB of {memory:,.0f} GB of memory")
-    video = args.capture_video and not importlib.util.find_spec("imageio_ffmpeg")
-    require(not video, "capture_video needs imageio-ffmpeg: pip install imageio-ffmpeg")
 
 
 def describe(args: Args) -> dict:
-    """What one must know about a run: arguments, command, commit, versions, hardware."""
-    git, here = "git describe --always --dirty --abbrev=40 --exclude=*".split(), Path(__file__).resolve().parent
-    commit = subprocess.run(git, cwd=here, capture_output=True, text=True).stdout.strip() if shutil.which("git") else ""
+    """What one must know about a run: arguments; command, commit, versions and hardware that began it."""
+    if args.resume:
+        return load_checkpoint(Path(args.run_dir) / "checkpoint.pt")["about"] | {"args": asdict(args)}
+    git = "git describe --always --dirty --abbrev=40 '--exclude=*'"
+    git = subprocess.run(git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
     gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
-    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
-    hardware = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
-    about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": commit, "versions": versions, "hardware": hardware}
-    return about | {"command": command(*sys.argv[1:]), "date": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": git.stdout.strip()}
+    about |= {
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    }
+    about |= {"hardware": {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}}
+    return about | {"command": command(*sys.argv[1:]), "date": time.strftime("%FT%T%z")}
 
 
 def command(*flags: str) -> str:
     """The shell command that starts this script with other flags, by torchrun if that started it."""
-    launcher = [Path(sys.executable).name]
-    if NUM_RANKS > 1:
-        launcher = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-        launcher = launcher[: launcher.index(sys.argv[0])]
+    torchrun = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0") if NUM_RANKS > 1 else []
+    launcher = torchrun[: torchrun.index(sys.argv[0])] if torchrun else [Path(sys.executable).name]
     return shlex.join([*launcher, sys.argv[0], *flags])
 
 
 def main(args: Args) -> None:
-    """Run the training. UsageError if it cannot begin. A run that does not finish says why, and how to continue it, and
-    raises SystemExit: 128 + n after signal n, else 1."""
+    """Train. If the run does not finish, say why and how to continue it; exit code 128 + n after signal n, else 1."""
     try:
         with contextlib.ExitStack() as cleanup:
             about = describe(args)
@@ -907,8 +855,8 @@ def main(args: Args) -> None:
     except Exception as error:
         reason, code = f"{type(error).__name__}: {error}", 1
         if isinstance(error, torch.OutOfMemoryError):
-            reason = f"out of GPU memory; {SAVES_MEMORY} saves some ({error})"
-        elif getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):  # a full disk needs no traceback
+            reason += "; --num-grad-accum 2 (or more) saves GPU memory"
+        elif not isinstance(error, OSError):  # such as a full disk, which the message explains
             traceback.print_exc()
     say(f"stopped: {reason}", sys.stderr)
     if RANK == 0 and (Path(args.run_dir) / "checkpoint.pt").exists():
@@ -917,28 +865,24 @@ def main(args: Args) -> None:
 
 
 def parse_args() -> Args:
-    """Arguments from the command line, or with --resume from the checkpoint, which the flags must not contradict.
-    UsageError if it does; SystemExit if the run to resume is finished."""
+    """Arguments from the command line, or with --resume from the checkpoint, which the flags must not contradict."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
     if (resume := parser.parse_known_args()[0].resume) is None:
         return tyro.cli(Args, description=__doc__.split("\n")[0])
-    if not resume:
-        raise UsageError("--resume is empty: it needs a run folder")
     state, names = load_checkpoint(Path(resume) / "checkpoint.pt"), {x.name for x in fields(Args) if x.init}
     about = state.get("about", {"args": {}})
-    if about.get("algorithm") != ALGORITHM or not names <= set(about["args"]):
-        raise UsageError(f"{resume} is no run of this version of {Path(__file__).name}")
-    if (num_ranks := about["args"]["num_ranks"]) != NUM_RANKS:
-        raise UsageError(f"{resume} is a run of {num_ranks} rank(s), not {NUM_RANKS}: torchrun sets their number")
-    saved = Args(**{name: about["args"][name] for name in names} | {"resume": resume, "run_dir": resume})
-    args = replace(tyro.cli(Args, default=saved))  # tyro took the derived fields from its default
-    if args.total_timesteps > saved.total_timesteps and not args.anneal_lr:
+    if not resume or about.get("algorithm") != ALGORITHM or not names <= set(about["args"]):
+        raise UsageError(f"{resume!r} is no run of this version of {Path(__file__).name}")
+    saved = about["args"] | {"resume": resume, "run_dir": resume}
+    default = Args(**{name: saved[name] for name in names})
+    args = replace(tyro.cli(Args, default=default))  # tyro took the derived fields from its default
+    if args.total_timesteps > default.total_timesteps and not args.anneal_lr:
         names.remove("total_timesteps")
-    for name in names.difference(MAY_CHANGE):
-        if getattr(args, name) != getattr(saved, name):
-            raise UsageError(f"{name} contradicts the checkpoint, which has {getattr(saved, name)}")
-    if state["finished"] and args.num_iterations == saved.num_iterations:
+    for name in names - MAY_CHANGE | {"num_ranks"}:
+        if getattr(args, name) != saved[name]:
+            raise UsageError(f"{name} contradicts the checkpoint, which has {saved[name]}")
+    if state["finished"] and args.num_iterations == default.num_iterations:
         sys.exit(say(f"{resume} is finished; a larger --total-timesteps extends it"))
     return args
 

@@ -91,7 +91,7 @@ def test_put_another_environment_in(tmp_path):
 
 def test_add_an_auxiliary_head(tmp_path):
     rows = train(
-        recipe(tmp_path, "Add an auxiliary head with a loss of its own"), tmp_path, env_id="starpilot", num_steps=32
+        recipe(tmp_path, "Add an auxiliary head with a loss of its own"), tmp_path, num_steps=32, total_timesteps=512
     )
     losses = [float(row["losses/aux/moment_loss"]) for row in rows if row["losses/aux/moment_loss"]]
     assert len(losses) >= 2 and all(np.isfinite(losses))
