@@ -709,7 +709,7 @@ class Logger:
         if file:
             file.truncate(0)  # rows after the checkpoint will come again
             file.write(state["csv"])
-            self.tensorboard = SummaryWriter(args.run_dir, purge_step=self.step + 1 if self.step else None)
+            self.tensorboard = SummaryWriter(args.run_dir, purge_step=self.step + 1)
             cleanup.callback(self.tensorboard.close)
 
     def log(self, row: dict[str, float], clock: list[float]) -> None:
