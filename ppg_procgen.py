@@ -171,7 +171,7 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # max-pooling commutes with adding a bias: the same bits, but a quarter of what is saved for backward
+        # max-pooling commutes with adding a bias: same bits, and compiled, backward need not keep conv + bias as well
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
