@@ -898,6 +898,10 @@ class Evaluator:
 # ---- 9 Command line --------------------------------------------------------------------------------------------------
 ALGORITHM = "ppg"
 MAY_CHANGE = {"num_grad_accum", "num_aux_grad_accum", "aux_device", "env_threads"}  # when a run is resumed
+LAUNCHER = [Path(sys.executable).name]
+if NUM_RANKS > 1:  # the words of torchrun's own command line before the script
+    LAUNCHER = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
+    LAUNCHER = LAUNCHER[: LAUNCHER.index(sys.argv[0])] if sys.argv[0] in LAUNCHER else ["torchrun"]
 
 
 def check_args(args: Args) -> None:
@@ -914,7 +918,8 @@ def check_args(args: Args) -> None:
     for name, value in vars(args).items():
         if isinstance(value, float | int):
             low, high = 1e-30 if name in positive.split() else 0, limits.get(name, 2**31 - 1)
-            require(low <= value <= high, f"{name} must be {'positive' if low else '0'} to {high}, not {value}")
+            least = "positive" if low else "zero or positive"
+            require(low <= value <= high, f"{name} must be {least} and at most {high}, not {value}")
     require(Path(args.exp_name).name == args.exp_name, f"exp_name must be a plain name, not {args.exp_name!r}")
     require(args.start_level + args.num_levels < NUM_LEVELS, f"levels must stay below {NUM_LEVELS}")
     require(args.start_level == 0 or args.num_levels > 0, "start_level needs num_levels: 0 levels are all of them")
@@ -955,9 +960,7 @@ def describe(args: Args) -> dict:
 
 def command(*flags: str) -> str:
     """The shell command that starts this script with other flags, by torchrun if that started it."""
-    torchrun = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0") if NUM_RANKS > 1 else []
-    launcher = torchrun[: torchrun.index(sys.argv[0])] if torchrun else [Path(sys.executable).name]
-    return shlex.join([*launcher, sys.argv[0], *flags])
+    return shlex.join([*LAUNCHER, sys.argv[0], *flags])
 
 
 def main(args: Args) -> None:
@@ -989,9 +992,11 @@ def parse_args() -> Args:
     parser.add_argument("--resume")
     if (resume := parser.parse_known_args()[0].resume) is None:
         return tyro.cli(Args, description=__doc__.split("\n")[0])
+    if not resume:  # such as an unset shell variable
+        raise UsageError("--resume is empty: it needs a run folder")
     state, names = load_checkpoint(Path(resume) / "checkpoint.pt"), {x.name for x in fields(Args) if x.init}
     about = state.get("about", {"args": {}})
-    if not resume or about.get("algorithm") != ALGORITHM or not names <= set(about["args"]):
+    if about.get("algorithm") != ALGORITHM or not names <= set(about["args"]):
         raise UsageError(f"{resume!r} is no run of this version of {Path(__file__).name}")
     saved = about["args"] | {"resume": resume, "run_dir": resume}
     default = Args(**{name: saved[name] for name in names})
