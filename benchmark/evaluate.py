@@ -22,7 +22,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from pickle import UnpicklingError
 
 import numpy as np
 import pandas as pd
@@ -63,22 +62,28 @@ class Args:
 
 def load_agent(path: Path) -> tuple[torch.nn.Module, dict]:
     """The agent, and the arguments of its run: none for weights without an args.json beside them."""
-    with open(path, "rb") as file:
-        is_weights = file.read(4) == b"PK\x03\x04"  # torch.save's zip archive; a checkpoint opens with its digest
+    weights, record = ppg_procgen.load_checkpoint(path), path.with_name("args.json")
     try:
-        if is_weights:
-            weights, record = torch.load(path, map_location="cpu", weights_only=True), path.with_name("args.json")
-            run = json.loads(record.read_text())["args"] if record.exists() else {}
+        if "about" in weights:  # a checkpoint
+            weights, run = weights["agent"], weights["about"]["args"]
         else:
-            checkpoint = ppg_procgen.load_checkpoint(path)
-            weights, run = checkpoint["agent"], checkpoint["args"]
+            run = json.loads(record.read_text())["args"] if record.exists() else {}
+        checks = {"env_id": str, "distribution_mode": str, "start_level": int, "num_levels": int}
+        run = {name: kind(run[name]) for name, kind in checks.items() if name in run}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{record} is broken: {type(error).__name__}: {error}; move it away, and use --env-id"
+        ) from None
+    try:
         if "encoder.dense.weight" in weights:
             agent = ppo_procgen.Agent()
         else:  # detach and shared have the same weights and play alike
             agent = ppg_procgen.Agent("dual" if "value_encoder.dense.weight" in weights else "shared")
         agent.load_state_dict(weights)
-    except (RuntimeError, TypeError, UnpicklingError):
+    except (AttributeError, KeyError, RuntimeError, TypeError):
         raise UsageError(f"{path} does not hold the weights of a ppg_procgen.py or ppo_procgen.py") from None
+    if not all(x.isfinite().all() for x in agent.parameters()):
+        raise UsageError(f"{path} holds weights that are not finite")
     return agent, run
 
 
@@ -106,14 +111,17 @@ def level_start(game: str, mode: str, level: int) -> torch.Tensor:
 def play(agent, envs: ProcgenVectorEnv, starts: list[torch.Tensor], seed: int, greedy: bool, bar: tqdm) -> pd.DataFrame:
     """An episode from each of the starts: level, return, length."""
     envs.load_state_dict({"games": starts})
-    levels = [info["level_seed"] for info in envs.games.get_info()]  # procgen's word for it, not ours
+    if envs.has_gym3:  # procgen's word for it, not ours
+        levels = [info["level_seed"] for info in envs.games.get_info()]
+    else:
+        levels = envs.reset()[1]["level_seed"]
     lengths, before = np.ones(envs.num_envs, int), bar.n
 
-    def count(playing: np.ndarray, _) -> None:
+    def count(playing: np.ndarray) -> None:
         lengths[playing] += 1
         bar.update(before + envs.num_envs - len(playing) - bar.n)
 
-    returns = evaluate(agent, envs, 1, seed, greedy, count)[:, 0]
+    returns = evaluate(agent, envs, seed, greedy, count)
     return pd.DataFrame({"level": levels, "return": returns, "length": lengths})
 
 
@@ -152,7 +160,11 @@ def main(args: Args) -> None:
     agent, run = load_agent(path)
     if not (game := args.env_id or run.get("env_id")):
         raise UsageError(f"{path} does not say its game, and has no args.json beside it: add --env-id")
+    if game not in Game.__args__:
+        raise UsageError(f"{game!r} is no Procgen game: add --env-id")
     modes = args.modes or (run.get("distribution_mode", "easy"),)
+    if unknown := set(modes) - set(Mode.__args__):
+        raise UsageError(f"{unknown.pop()!r} is no distribution mode: add --modes")
     start_level, num_levels = run.get("start_level", 0), run.get("num_levels", 0)
     names = args.levels or (("train", "test") if num_levels else ("all",))
     ranges = {name: level_range(name, start_level, num_levels) for name in names}
@@ -164,7 +176,11 @@ def main(args: Args) -> None:
 
     agent.to("cuda" if args.cuda and torch.cuda.is_available() else "cpu", memory_format=torch.channels_last)
     out = args.out or path.parent / "evaluation"
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "episodes.csv").touch()
+    except OSError as error:
+        raise UsageError(f"--out: {error}") from None
     episodes, summary = [], []
     table = Table("mode", "levels", "episodes", "return", "95 % interval", "score", title=game, min_width=60)
     for mode in modes:
@@ -182,6 +198,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
     try:
         main(tyro.cli(Args, description=__doc__))
     except UsageError as error:
