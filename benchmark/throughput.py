@@ -61,8 +61,9 @@ NEEDED = ("env_id", "num_envs", "num_steps", "num_minibatches", "total_timesteps
 SETTINGS = (*NEEDED, "n_iteration", "e_auxiliary", "num_aux_rollouts")  # the last three only where a script knows them
 COMMON = {*NEEDED, "n_iteration", "aux_interval", "run_dir", "resume"}  # what no command may set for itself alone
 
-# of one sample in one network; the traffic is that of bf16 activations in NHWC with the pointwise operations fused
-FORWARD_FLOP, BACKWARD_FLOP, BACKWARD_BYTES = 61e6, 180e6, 4.4e6  # "backward" includes its forward pass
+# of one sample in one network, forward + backward in "backward"; the traffic is that of activations in NHWC with the
+# pointwise operations fused, from the code that Inductor generates
+FORWARD_FLOP, BACKWARD_FLOP, BACKWARD_BYTES = 61e6, 180e6, {"float32": 10.2e6, "bfloat16": 5.1e6}
 NETWORK_SAMPLES = 1024
 
 console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
@@ -225,18 +226,19 @@ def run_script(command: Command, folder: Path, seconds: float, cuda: bool) -> di
     return result | {"exit_code": exit_code, "seconds": time.perf_counter() - start}
 
 
-def work_of(run: dict) -> tuple[float, int, int, int]:
+def work_of(run: dict) -> tuple[float, int, int, int, float]:
     """From a run's arguments: forward-backward and forward passes of one network for each environment step, updates of
-    an iteration and of an auxiliary phase."""
+    an iteration and of an auxiliary phase, and how many of the forward-backward passes are the auxiliary phase's."""
     networks = 2 if run.get("arch") == "dual" else 1
     epochs = [run["update_epochs"]] * 2 if "update_epochs" in run else [run["e_policy"], run["e_value"]]
     num_epochs = epochs[0] if epochs[0] == epochs[1] else sum(epochs)
-    backward, forward, aux_updates = sum(epochs) if networks == 2 else num_epochs, networks, 0
+    backward, forward, aux_updates, aux_backward = sum(epochs) if networks == 2 else num_epochs, networks, 0, 0
     if e_auxiliary := run.get("e_auxiliary", 0):
         buffer = run["n_iteration"] * run["num_envs"] // run["num_aux_rollouts"]  # minibatches that it holds
         aux_updates = e_auxiliary * (run["num_aux_minibatches"] or buffer)
-        backward, forward = backward + networks * aux_updates / buffer, forward + 1  # pi_old
-    return backward, forward, num_epochs * run["num_minibatches"], aux_updates
+        aux_backward = networks * aux_updates / buffer
+        backward, forward = backward + aux_backward, forward + 1  # pi_old
+    return backward, forward, num_epochs * run["num_minibatches"], aux_updates, aux_backward
 
 
 def measure(folder: Path, args: Args, machine: dict, seconds: float | None) -> dict:
@@ -262,7 +264,7 @@ def measure(folder: Path, args: Args, machine: dict, seconds: float | None) -> d
     if not rows:
         return result
     args_of_run = json.loads(metrics.with_name("args.json").read_text())["args"]
-    backward, forward, policy_updates, aux_updates = work_of(args_of_run)
+    backward, forward, policy_updates, aux_updates, aux_backward = work_of(args_of_run)
     result["passes_per_step"] = {"forward_backward": backward, "forward": forward}
     measured = rows[args.n_iteration : args.n_iteration * len(times)]
     for name, column, calls in (
@@ -274,7 +276,8 @@ def measure(folder: Path, args: Args, machine: dict, seconds: float | None) -> d
             result[name] = 1000 * sum(row[column] for row in measured) / calls
     if machine:
         arithmetic = (BACKWARD_FLOP * backward + FORWARD_FLOP * forward) / machine["flop_per_second"]
-        traffic = BACKWARD_BYTES * backward / machine["bytes_per_second"]
+        aux_bytes = BACKWARD_BYTES[args_of_run.get("aux_dtype", "float32")] * aux_backward
+        traffic = (BACKWARD_BYTES["float32"] * (backward - aux_backward) + aux_bytes) / machine["bytes_per_second"]
         result["times_floor"] = 1 / speed / max(arithmetic, traffic)
     return result
 
