@@ -290,18 +290,20 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     # Start, or continue from the checkpoint
     episodes, reward_normalizer = EpisodeStatistics(NUM_RANKS * N), RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
     state = load_checkpoint(Path(args.run_dir) / "checkpoint.pt") if args.resume else None
-    logger = Logger(args, metrics_file, state and state["logger"], cleanup)
-    parts = {"agent": agent, "episodes": episodes, "rewards": reward_normalizer, "optimizer": optimizer}
-    checkpoint = Checkpoint(args, about, device, envs, logger, parts)
-    start_iteration = checkpoint.restore(state) if state else 0
-    checkpoint.save(start_iteration)  # a run can be resumed from its first second
-    evaluator = Evaluator(args, make_envs)
-    next_obs, _ = envs.reset()
-    next_done = episodes.totals[1, own] == 0  # an episode of length 0 begins
+    start_iteration = state["iteration"] if state else 0
     batch_size, size = NUM_RANKS * args.batch_size, f"{NUM_RANKS} ranks x {N} environments x {T} steps"
     levels = f"{args.env_id} {args.distribution_mode}, {args.num_levels or 'all'} levels"
     say(f"{args.run_dir}: {levels}, seed {args.seed}, on {device}")
     say(f"iterations {start_iteration + 1:,} to {num_iterations:,} of {size} = {num_iterations * batch_size:,} steps")
+    logger = Logger(args, metrics_file, state and state["logger"], cleanup)
+    parts = {"agent": agent, "episodes": episodes, "rewards": reward_normalizer, "optimizer": optimizer}
+    checkpoint = Checkpoint(args, about, device, envs, logger, parts)
+    if state:
+        checkpoint.restore(state)
+    checkpoint.save(start_iteration)  # a run can be resumed from its first second
+    evaluator = Evaluator(args, make_envs)
+    next_obs, _ = envs.reset()
+    next_done = episodes.totals[1, own] == 0  # an episode of length 0 begins
 
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock, stats = [time.time()], {}
@@ -652,8 +654,8 @@ class Checkpoint:
             save_atomically(self.path.with_name("agent.pt"), {name: x.cpu() for name, x in state["agent"].items()})
             save_atomically(self.path, state)
 
-    def restore(self, state: dict) -> int:
-        """Restore what load_checkpoint() returned. Returns the number of iterations done."""
+    def restore(self, state: dict) -> None:
+        """Restore what load_checkpoint() returned."""
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
             if isinstance(part, torch.optim.Optimizer):  # Adam restores both as saved, perhaps on another device
@@ -664,7 +666,6 @@ class Checkpoint:
         torch.set_rng_state(own["rng"])
         if self.cuda and own["cuda_rng"] is not None:
             torch.cuda.set_rng_state(own["cuda_rng"], self.cuda)
-        return state["iteration"]
 
 
 def save_atomically(path: Path, state: dict) -> None:
