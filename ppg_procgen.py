@@ -761,7 +761,7 @@ class Logger:
         if file:
             file.truncate(0)  # rows after the checkpoint will come again
             file.write(state["csv"])
-            self.tensorboard = SummaryWriter(args.run_dir, purge_step=self.step + 1 if self.step else None)
+            self.tensorboard = SummaryWriter(args.run_dir, purge_step=self.step + 1)
 
     def close(self, error: type | None, *_) -> None:
         self.bar.close()
