@@ -131,8 +131,8 @@ class Process:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
-    """start(script, options, *flags) begins SCRIPT.py FLAGS with what options replace in it, or without options the file
-    itself, as from a shell. Named arguments are its environment."""
+    """start(script, options, *flags) begins SCRIPT.py FLAGS with what options replace in it, or if they are None the
+    file itself, as from a shell. Named arguments are its environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
         multiprocessing.set_forkserver_preload(["worker", "pytest"])

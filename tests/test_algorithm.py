@@ -181,7 +181,7 @@ def test_ppo_loss_and_its_gradient(clip_vloss):
         policy, value, _ = policy_losses(args, outputs, batch)
         return policy + 0.5 * value
 
-    loss, stats, gradients = evaluate_loss(ppo_procgen.ppo_loss, args, outputs, **batch)
+    loss, stats, gradients = evaluate_loss(ppo_procgen.policy_phase_loss, args, outputs, **batch)
     policy, value, expected_stats = policy_losses(args, outputs, batch)
     assert loss == pytest.approx(expected(outputs), rel=1e-12) and args.vf_coef == 0.5
     assert stats == pytest.approx(expected_stats | {"value_loss": value}, rel=1e-6, abs=1e-7)

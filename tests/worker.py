@@ -1,10 +1,8 @@
 """A script in a process of its own, with some functions replaced: forked by conftest.py, or as a rank by torchrun with
 `worker.py SCRIPT OPTIONS FLAGS...`, OPTIONS in JSON."""
 
-import contextlib
 import hashlib
 import importlib
-import io
 import itertools
 import json
 import os
@@ -21,13 +19,12 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-import ppg_procgen  # noqa: E402, F401
+import ppg_procgen  # noqa: E402
 import ppo_procgen  # noqa: E402, F401
 
-# what a run imports late, so that forked processes have it
+# what a run imports late, and the pictures that procgen loads for its first environment, so that forks have them
 torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
-with contextlib.redirect_stderr(io.StringIO()):
-    importlib.import_module("procgen" if sys.version_info < (3, 13) else "procgen_gym.env")
+ppg_procgen.ProcgenVectorEnv("coinrun", 1).close()
 
 
 class SmallCNN(nn.Module):
