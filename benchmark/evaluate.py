@@ -22,7 +22,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from pickle import UnpicklingError
 
 import numpy as np
 import pandas as pd
@@ -63,21 +62,18 @@ class Args:
 
 def load_agent(path: Path) -> tuple[torch.nn.Module, dict]:
     """The agent, and the arguments of its run: none for weights without an args.json beside them."""
-    with open(path, "rb") as file:
-        is_weights = file.read(4) == b"PK\x03\x04"  # torch.save's zip archive; a checkpoint opens with its digest
+    weights, record = ppg_procgen.load_checkpoint(path), path.with_name("args.json")
     try:
-        if is_weights:
-            weights, record = torch.load(path, map_location="cpu", weights_only=True), path.with_name("args.json")
-            run = json.loads(record.read_text())["args"] if record.exists() else {}
+        if "about" in weights:  # a checkpoint
+            weights, run = weights["agent"], weights["about"]["args"]
         else:
-            checkpoint = ppg_procgen.load_checkpoint(path)
-            weights, run = checkpoint["agent"], checkpoint["args"]
+            run = json.loads(record.read_text())["args"] if record.exists() else {}
         if "encoder.dense.weight" in weights:
             agent = ppo_procgen.Agent()
         else:  # detach and shared have the same weights and play alike
             agent = ppg_procgen.Agent("dual" if "value_encoder.dense.weight" in weights else "shared")
         agent.load_state_dict(weights)
-    except (RuntimeError, TypeError, UnpicklingError):
+    except (KeyError, RuntimeError, TypeError):
         raise UsageError(f"{path} does not hold the weights of a ppg_procgen.py or ppo_procgen.py") from None
     return agent, run
 
@@ -109,11 +105,11 @@ def play(agent, envs: ProcgenVectorEnv, starts: list[torch.Tensor], seed: int, g
     levels = [info["level_seed"] for info in envs.games.get_info()]  # procgen's word for it, not ours
     lengths, before = np.ones(envs.num_envs, int), bar.n
 
-    def count(playing: np.ndarray, _) -> None:
+    def count(playing: np.ndarray) -> None:
         lengths[playing] += 1
         bar.update(before + envs.num_envs - len(playing) - bar.n)
 
-    returns = evaluate(agent, envs, 1, seed, greedy, count)[:, 0]
+    returns = evaluate(agent, envs, seed, greedy, count)
     return pd.DataFrame({"level": levels, "return": returns, "length": lengths})
 
 

@@ -31,7 +31,7 @@ import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import count, product, takewhile
 from pathlib import Path
@@ -136,14 +136,13 @@ def probe(args: Args) -> dict[str, float]:
     if cuda:
         torch.set_float32_matmul_precision("high")  # TF32
     else:
-        ppg_procgen.keep_freed_memory()
+        ppg_procgen.speed_up(torch.nn.Module(), args, device)  # keeps freed memory
 
     rng, found = np.random.default_rng(1), {}
     with closing(ProcgenVectorEnv(args.env_id, args.num_envs, num_threads=ppg_procgen.Args.env_threads)) as envs:
 
         def step() -> None:
-            envs.step_async(rng.integers(15, size=args.num_envs))
-            envs.step_wait()
+            envs.step(rng.integers(15, size=args.num_envs))
 
         found["env_steps_per_second"] = args.num_envs / seconds(step)
 
@@ -336,7 +335,8 @@ def main(args: Args) -> int:
     start = time.perf_counter()
     commands = [parse_command(text, args) for text in (*filter(None, [args.baseline]), *args.variants)]
     baseline = commands[0].name if args.baseline else ""  # first, so that a cut leaves something to compare with
-    about = ppg_procgen.describe(args) | {"machine": {}, "runs": []}
+    about = ppg_procgen.describe(ppg_procgen.Args(num_envs=1, e_auxiliary=0, cuda=args.cuda))
+    about |= {"args": asdict(args) | {"out": str(args.out)}, "machine": {}, "runs": []}
     del about["algorithm"]
     with suppress(OSError, TypeError):  # not every system says
         about["hardware"]["cpu"] = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())[1]
@@ -344,8 +344,7 @@ def main(args: Args) -> int:
 
     def save() -> list[dict]:
         summary = summarise(about["runs"], baseline)
-        text = json.dumps(about | {"summary": summary}, indent=2, default=str) + "\n"
-        ppg_procgen.write_atomically(args.out, text.encode())
+        ppg_procgen.save_atomically(args.out, about | {"summary": summary})
         return summary
 
     if args.probe_seconds > 0:  # in a process that takes its memory with it when it ends

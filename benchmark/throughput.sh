@@ -10,5 +10,4 @@ exec python benchmark/throughput.py --repeats 1 --n-iteration 4 --out report/thr
     "ppg_procgen.py --no-compile --no-cuda-graphs" \
     "ppg_procgen.py --no-compile --no-cuda-graphs --aux-dtype float32" \
     "ppg_procgen.py --no-compile --no-cuda-graphs --aux-dtype float32 --no-tf32" \
-    "ppg_procgen.py --aux-device cpu" \
-    "ppg_procgen.py --policy-dtype bfloat16"
+    "ppg_procgen.py --aux-device cpu"
