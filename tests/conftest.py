@@ -79,8 +79,8 @@ def parse(script, *argv):
         return script.parse_args()
 
 
-def resume(script, run_dir: Path, *flags) -> Path:
-    return train(script, parse(script, "--resume", run_dir, *flags))
+def resume(script, run_dir: Path, *flags, small: bool = True) -> Path:
+    return train(script, parse(script, "--resume", run_dir, *flags), small)
 
 
 def as_flags(flags: dict) -> list[str]:
