@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import read_rows, resume, same
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppg_procgen
@@ -52,7 +51,9 @@ def build(device, arch, phase, fast, dtype="float32"):
 
     def forward(obs, **which):
         with autocast:
-            return ppg_procgen.Outputs(*(x if x is None else x.float() for x in network(obs, **which)))
+            return ppg_procgen.Outputs(
+                *(x if x is None else x.to(torch.get_default_dtype()) for x in network(obs, **which))
+            )
 
     args, lr, on_gpu = ppg_procgen.Args(cuda=False), torch.tensor(5e-4, device=device), device.type == "cuda"
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=on_gpu)
@@ -92,7 +93,12 @@ def losses(device, arch, phase, fast, dtype="float32", number=20):
 @pytest.mark.parametrize("arch", ["dual", "detach"])
 @pytest.mark.parametrize("phase", ["policy", "auxiliary"])
 def test_fast_and_plain_path_agree_over_20_updates(device, arch, phase):
-    plain, fast = (losses(device, arch, phase, fast) for fast in (False, True))
+    """On a CPU in float64: Adam makes 1 % of float32's rounding within 20 updates."""
+    try:
+        torch.set_default_dtype(torch.float64 if device.type == "cpu" else torch.float32)
+        plain, fast = (losses(device, arch, phase, fast) for fast in (False, True))
+    finally:
+        torch.set_default_dtype(torch.float32)
     assert len(plain) >= 5 and plain["weight_norm"].unique().numel() == 20  # it learns, so that errors would add up
     tolerance = 1e-5 if device.type == "cpu" else 1e-4  # kernels of a GPU add up in an order that varies
     torch.testing.assert_close(fast, plain, rtol=tolerance, atol=tolerance)
@@ -130,29 +136,26 @@ def test_the_first_minibatch_has_the_ratio_1(device, dtype):
 @pytest.mark.parametrize("arch", ["dual", "detach"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_convolutions_see_channels_last_only(device, arch, dtype):
-    agent = Agent(arch).to(device, memory_format=torch.channels_last)
-    seen = {}
+    agent, seen = Agent(arch).to(device, memory_format=torch.channels_last), []
 
-    def note(name, tensor):
-        # contiguous in both senses is what has one channel or one pixel
-        seen[name] = tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **kwargs or {})
+            if (name := func.overloadpacket.__name__) in ("convolution", "convolution_backward"):
+                tensors = [x for x in [*args, *(result if isinstance(result, tuple) else [result])] if x is not None]
+                images = [x for x in tensors if isinstance(x, torch.Tensor) and x.dim() == 4]
+                # contiguous in both senses is what has one channel or one pixel
+                last = [x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in images]
+                seen.append((name, all(last), len(last)))
+            return result
 
-    def hook(name, _, inputs, output):
-        note(f"{name}: input", inputs[0])
-        note(f"{name}: output", output)
-        output.register_hook(partial(note, f"{name}: gradient of the output"))
-
-    convolutions = {name: module for name, module in agent.named_modules() if isinstance(module, nn.Conv2d)}
-    for name, module in convolutions.items():
-        module.register_forward_hook(partial(hook, name))
     obs = torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8, device=device)
-    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False):
-        outputs = agent(obs)
-    sum(x.float().square().mean() for x in outputs).backward()
-    for name, module in convolutions.items():
-        note(f"{name}: gradient of the weight", module.weight.grad)
-    assert len(seen) == 4 * len(convolutions) == 4 * 15 * (2 if arch == "dual" else 1)
-    assert [name for name, holds in seen.items() if not holds] == []
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False), Watch():
+        sum(x.float().square().mean() for x in agent(obs)).backward()
+    number = 15 * (2 if arch == "dual" else 1)
+    for name, fewest in (("convolution", 3), ("convolution_backward", 4)):  # inputs, weights, outputs, gradients
+        found = [(holds, count) for found_name, holds, count in seen if found_name == name]
+        assert len(found) == number and all(holds and count >= fewest for holds, count in found), name
 
 
 def test_gradients_lie_in_memory_as_the_weights_do(device):

@@ -279,7 +279,7 @@ BAD = {
     "--clip-vloss --clip-coef 0": "clip_vloss",
     "--single-optimizer --aux-learning-rate 1": "rate",
     "--exp-name ../../x": "exp_name must be a plain name",
-    "--resume=": "checkpoint",
+    "--resume=": "resume",
     "--num-envs 1000000": "less than an iteration",
     "--num-envs 1000000 --total-timesteps 1000000000000": "GB of memory",
     "--n-iteration 1000000000": "GB of memory",
