@@ -1,6 +1,12 @@
 import csv
+import functools
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for runs this small, and their processes, threads cost more than they give
@@ -9,26 +15,76 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a background job and nohup igno
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import worker  # noqa: E402
 
 import ppg_procgen  # noqa: E402
 import ppo_procgen  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[1]
 TINY = {"env_id": "chaser", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 256, "cuda": False}
 TINY_PPG = TINY | {"n_iteration": 2, "num_aux_rollouts": 2, "e_auxiliary": 1, "aux_dtype": "float32"}
+# for what starts the real command line: the real network at its cheapest, two phases in a fifth of a second
+CHEAP_PPO = TINY | {"num_envs": 2, "num_steps": 8, "total_timesteps": 64}
+CHEAP_PPG = TINY_PPG | CHEAP_PPO | {"arch": "detach"}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    """A test draws the same numbers whichever ran before."""
+    torch.manual_seed(0)
+
+
+# ---- runs in this process
+
+
+def train(script, args, small: bool = True) -> Path:
+    """A script's main in this process, with a small network unless the test is about the real one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if small:
+            patch.setattr(script, "ImpalaCNN", worker.SmallCNN)
+        script.main(args)
+    return Path(args.run_dir)
+
+
+def make_args(script, run_dir: Path, **flags):
+    return script.Args(**((TINY_PPG if script is ppg_procgen else TINY) | {"run_dir": str(run_dir)} | flags))
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Train with a script's main in this process: run(module, **flags) gives the run folder."""
+    """run(script, **flags) trains in a new folder and gives it."""
     counter = iter(range(1000))
 
-    def run(module=ppg_procgen, **flags) -> Path:
-        defaults = TINY_PPG if module is ppg_procgen else TINY
-        run_dir = tmp_path / f"run{next(counter)}"
-        module.main(module.Args(**(defaults | {"run_dir": str(run_dir)} | flags)))
-        return run_dir
+    def run(script=ppg_procgen, small=True, **flags) -> Path:
+        return train(script, make_args(script, tmp_path / f"run{next(counter)}", **flags), small)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """Like run, but each set of flags is trained once a session: for tests that leave the folder as it is."""
+
+    @functools.cache
+    def trained(script=ppg_procgen, **flags) -> Path:
+        return train(script, make_args(script, tmp_path_factory.mktemp("trained") / "run", **flags))
+
+    return trained
+
+
+def parse(script, *argv):
+    """The arguments that a script reads from a command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, argv)])
+        return script.parse_args()
+
+
+def resume(script, run_dir: Path, *flags, small: bool = True) -> Path:
+    return train(script, parse(script, "--resume", run_dir, *flags), small)
+
+
+def as_flags(flags: dict) -> list[str]:
+    return ["--no-cuda", *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if name != "cuda")]
 
 
 def read_rows(run_dir: Path) -> list[dict[str, str]]:
@@ -46,6 +102,64 @@ def comparable(run_dir: Path) -> tuple[list[dict[str, str]], dict[str, torch.Ten
 def same(run_dir: Path, other: Path) -> bool:
     (rows, weights), (other_rows, other_weights) = comparable(run_dir), comparable(other)
     return rows == other_rows and all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+# ---- processes
+
+
+class Process:
+    """A process of its own, forked from one that has imported what scripts need, which takes seconds."""
+
+    def __init__(self, folder: Path, *task, **environment: str) -> None:
+        self.folder = folder
+        folder.mkdir()
+        (folder / "out").touch()
+        self.process = multiprocessing.get_context("forkserver").Process(
+            target=worker.begin, args=(folder, environment, *task)
+        )
+        self.process.start()
+        self.pid = self.process.pid
+
+    def end(self, timeout: float = 120) -> subprocess.CompletedProcess:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            self.process.kill()
+            self.process.join()
+        out, err = ((self.folder / name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(self.pid, self.process.exitcode, out, err)
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory):
+    """start(script, options, *flags) begins SCRIPT.py FLAGS with what options replace in it, or if they are None the
+    file itself, as from a shell. Named arguments are its environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
+        multiprocessing.set_forkserver_preload(["worker", "pytest"])
+        multiprocessing.forkserver.ensure_running()
+    folder, counter, started = tmp_path_factory.mktemp("processes"), iter(range(10000)), []
+
+    def start(script, options: dict | None, *flags, **environment: str) -> Process:
+        task = script.__name__, options, list(map(str, flags))
+        started.append(Process(folder / str(next(counter)), *task, **environment))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.process.kill()
+
+
+@pytest.fixture(scope="session")
+def command_line(start):
+    """command_line(script, *flags): the result of SCRIPT.py FLAGS from a shell."""
+    return lambda script, *flags, **environment: start(script, None, *flags, **environment).end()
+
+
+def wait_for(condition, seconds: float = 100) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for does not come"
+        time.sleep(0.02)
 
 
 @pytest.fixture(params=[ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])

@@ -1,6 +1,8 @@
 """The algorithm's functions against numbers computed in another way."""
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +12,12 @@ import ppg_procgen
 import ppo_procgen
 from ppg_procgen import Agent
 
-rng = np.random.default_rng(0)
+
+@pytest.fixture(autouse=True)
+def numbers():
+    """The same for a test whichever ran before."""
+    global rng
+    rng = np.random.default_rng(0)
 
 
 def softmax(logits):
@@ -30,95 +37,181 @@ def numeric_gradient(function, x, step=1e-6):
 
 def test_gae_is_the_discounted_sum_of_the_errors_up_to_the_end_of_the_episode():
     T, N, gamma, lam = 12, 3, 0.9, 0.7
-    rewards, values, dones = rng.normal(size=(T, N)), rng.normal(size=(T + 1, N)), rng.random((T, N)) < 0.3
+    rewards, values, dones = rng.normal(size=(T, N)), rng.normal(size=(T + 1, N)), rng.random((T + 1, N)) < 0.3
     expected = np.zeros((T, N))
     for n in range(N):
         for t in range(T):
             weight = 1.0
             for k in range(t, T):
-                following = 0.0 if dones[k, n] else values[k + 1, n]
+                following = 0.0 if dones[k + 1, n] else values[k + 1, n]
                 expected[t, n] += weight * (rewards[k, n] + gamma * following - values[k, n])
-                if dones[k, n]:
+                if dones[k + 1, n]:
                     break
                 weight *= gamma * lam
     tensors = [torch.tensor(x, dtype=torch.float64) for x in (rewards, values, dones)]
     np.testing.assert_allclose(ppg_procgen.compute_gae(*tensors, gamma, lam).numpy(), expected, rtol=1e-12)
 
 
-def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_far():
-    N, gamma, normalizer = 3, 0.9, ppg_procgen.RewardNormalizer(3, 0.9)
+@pytest.mark.parametrize("script", [ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])
+def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_far(script):
+    """PPG: with those of the whole rollout; PPO: with those up to each step."""
+    N, gamma, normalizer = 30, 0.9, script.RewardNormalizer(30, 0.9)
     sums, running, first = [], np.zeros(N), np.ones(N, bool)
-    for _ in range(4):
-        rewards = (rng.normal(size=(7, N)) * 30).astype(np.float32)
-        firsts = np.vstack([first[None], rng.random((6, N)) < 0.2])
-        for reward, begins in zip(rewards, firsts, strict=True):
-            running = np.where(begins, reward, reward + gamma * running)
-            sums.append(running)
+
+    def normalized(rewards):
         # the statistics begin with 1e-4 samples of mean 0 and variance 1
         data, weights = np.append(np.ravel(sums), [-1.0, 1.0]), np.append(np.ones(np.size(sums)), [5e-5, 5e-5])
         mean = np.average(data, weights=weights)
         deviation = math.sqrt(np.average((data - mean) ** 2, weights=weights) + 1e-8)
-        np.testing.assert_allclose(normalizer(rewards, firsts), np.clip(rewards / deviation, -10, 10), rtol=1e-5)
+        return np.clip(rewards / deviation, -10, 10)
+
+    for outlier in (0, 0, 0, 1e5):
+        rewards = (rng.normal(size=(7, N)) * 30).astype(np.float32)
+        rewards[3, 1] += outlier
+        firsts, by_step = np.vstack([first[None], rng.random((6, N)) < 0.2]), []
+        for reward, begins in zip(rewards, firsts, strict=True):
+            running = np.where(begins, reward, reward + gamma * running)
+            sums.append(running)
+            by_step.append(normalized(reward))
+        expected = normalized(rewards) if script is ppg_procgen else by_step
+        result = normalizer(torch.from_numpy(rewards), torch.from_numpy(firsts).float())
+        np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5)
         first = rng.random(N) < 0.2
+    assert result.abs().max() == 10 and result.dtype == torch.float32
 
 
-@pytest.mark.parametrize("clip_coef, kl_coef", [(0.2, 0.0), (0.0, 1.0), (0.1, 0.5)])
-def test_ppo_loss_and_its_gradient(clip_coef, kl_coef):
-    B, A = 40, 5
-    logits, actions, advantages = rng.normal(size=(B, A)), rng.integers(A, size=B), rng.normal(size=B)
-    old_logprobs = np.log(softmax(logits + 0.3 * rng.normal(size=(B, A))))[np.arange(B), actions]
-
-    def loss(logits):
-        ratio = softmax(logits)[np.arange(B), actions] / np.exp(old_logprobs)
-        objective = ratio * advantages
-        if clip_coef > 0:
-            objective = np.minimum(objective, np.clip(ratio, 1 - clip_coef, 1 + clip_coef) * advantages)
-        return -objective.mean() + kl_coef * (np.log(ratio) ** 2).mean() / 2
-
-    tensor = torch.tensor(logits, requires_grad=True)
-    arguments = [tensor] + [torch.tensor(x) for x in (actions, old_logprobs, advantages)]
-    pg_loss, entropy, k1, k3, clipfrac = ppg_procgen.ppo_loss(*arguments, clip_coef, kl_coef)
-    pg_loss.backward()
-    probs = softmax(logits)
-    ratio = probs[np.arange(B), actions] / np.exp(old_logprobs)
-    assert pg_loss.item() == pytest.approx(loss(logits), rel=1e-12)
-    assert entropy.item() == pytest.approx(-(probs * np.log(probs)).sum(-1).mean(), rel=1e-12)
-    assert k1.item() == pytest.approx(-np.log(ratio).mean(), rel=1e-9)
-    assert k3.item() == pytest.approx((ratio - 1 - np.log(ratio)).mean(), rel=1e-9)
-    assert clipfrac.item() == pytest.approx((np.abs(ratio - 1) > clip_coef).mean() if clip_coef else 0, abs=1e-7)
-    np.testing.assert_allclose(tensor.grad.numpy(), numeric_gradient(loss, logits), atol=1e-8)
-    if kl_coef == 0:  # the baseline's function is the same without the penalty
-        assert ppo_procgen.ppo_loss(*arguments, clip_coef)[0].item() == pytest.approx(loss(logits), rel=1e-12)
+def test_episode_statistics_count_all_episodes_across_rollouts():
+    N, script = 5, ppg_procgen
+    episodes, running, lengths, ended = script.EpisodeStatistics(N), np.zeros(N), np.zeros(N), []
+    for _ in range(4):
+        rewards, dones = rng.normal(size=(30, N)).astype(np.float32), rng.random((30, N)) < 0.2
+        before = len(ended)
+        for reward, done in zip(rewards, dones, strict=True):
+            running, lengths = running + reward, lengths + 1
+            ended += [(running[n], lengths[n]) for n in np.flatnonzero(done)]
+            running, lengths = np.where(done, 0, running), np.where(done, 0, lengths)
+        row = episodes.update(torch.from_numpy(rewards), torch.from_numpy(dones).float())
+        mean_return, mean_length = np.mean(ended[before:], 0)
+        expected = {"episodes": len(ended), "charts/mean_return_100": np.mean(ended[-100:], 0)[0]}
+        expected |= {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
+        assert row == pytest.approx(expected, rel=1e-6)
+    assert len(ended) > 100
+    none = script.EpisodeStatistics(N).update(torch.ones((3, N)), torch.zeros((3, N)))
+    assert none.pop("episodes") == 0 and all(math.isnan(x) for x in none.values())
 
 
-@pytest.mark.parametrize("clip_coef", [None, 0.2])
-def test_value_loss(clip_coef):
-    values, returns, old_values = rng.normal(size=(3, 50))
-    errors = (values - returns) ** 2
-    if clip_coef:
-        errors = np.maximum(errors, (np.clip(values, old_values - 0.2, old_values + 0.2) - returns) ** 2)
-    loss = ppg_procgen.value_loss(*map(torch.tensor, (values, returns, old_values)), clip_coef)
-    assert loss.item() == pytest.approx(errors.mean(), rel=1e-12)
+class Policy:
+    """In place of an agent: gives the outputs that it was made with, whatever it sees, if they are asked for."""
+
+    def __init__(self, outputs):
+        self.outputs = {name: torch.tensor(x, requires_grad=True) for name, x in outputs.items()}
+
+    def __call__(self, obs, policy=True, value=True):
+        asked = {"logits": policy, "values": value, "aux_values": policy}
+        return SimpleNamespace(**{name: x if asked[name] else None for name, x in self.outputs.items()})
 
 
-def test_aux_loss_has_the_kl_from_the_old_policy_to_the_new():
-    logits, old_logits = rng.normal(size=(2, 30, 5))
-    values, aux_values, returns = rng.normal(size=(3, 30))
-    new, old = softmax(logits), softmax(old_logits)
-    forward = (old * (np.log(old) - np.log(new))).sum(-1).mean()
-    assert forward != pytest.approx((new * (np.log(new) - np.log(old))).sum(-1).mean(), rel=1e-3)
-    arguments = map(torch.tensor, (logits, np.log(old), values, aux_values, returns))
-    kl_loss, aux_value_loss, real_value_loss = ppg_procgen.aux_loss(*arguments)
-    assert kl_loss.item() == pytest.approx(forward, rel=1e-12)
-    assert aux_value_loss.item() == pytest.approx(((aux_values - returns) ** 2).mean() / 2, rel=1e-12)
-    assert real_value_loss.item() == pytest.approx(((values - returns) ** 2).mean() / 2, rel=1e-12)
+def make_minibatch(B=40, A=5):
+    """Outputs of the new networks and a minibatch of the old ones', in numpy."""
+    logits, values, aux_values = rng.normal(size=(B, A)), rng.normal(size=B), rng.normal(size=B)
+    actions = rng.integers(A, size=B)
+    old_logits = np.log(softmax(logits + 0.3 * rng.normal(size=(B, A))))
+    batch = {"actions": actions, "logprobs": old_logits[np.arange(B), actions], "advantages": rng.normal(size=B)}
+    batch |= {"returns": rng.normal(size=B), "values": values + 0.3 * rng.normal(size=B)}
+    return {"logits": logits, "values": values, "aux_values": aux_values}, batch, old_logits
 
 
-def test_explained_variance():
-    values, returns = rng.normal(size=(2, 100))
-    expected = 1 - np.var(returns - values) / np.var(returns)
-    assert ppg_procgen.explained_variance(*map(torch.tensor, (values, returns))).item() == pytest.approx(expected)
-    assert math.isnan(ppg_procgen.explained_variance(torch.randn(5), torch.ones(5)).item())
+def evaluate_loss(loss_fn, args, outputs, **batch):
+    """Loss, statistics, and gradients with respect to the outputs."""
+    agent = Policy(outputs)
+    loss, stats = loss_fn(agent, args, obs=None, **{name: torch.tensor(x) for name, x in batch.items()})
+    loss.backward()
+    gradients = {name: np.zeros(x.shape) if x.grad is None else x.grad.numpy() for name, x in agent.outputs.items()}
+    return loss.item(), {name: x.item() for name, x in stats.items()}, gradients
+
+
+def policy_losses(args, outputs, batch):
+    """Policy's and value's part of the loss by their definitions, and the statistics."""
+    rows, probs, kl_coef = np.arange(len(batch["actions"])), softmax(outputs["logits"]), getattr(args, "kl_coef", 0)
+    logratio = np.log(probs[rows, batch["actions"]]) - batch["logprobs"]
+    ratio, advantages, epsilon = np.exp(logratio), batch["advantages"], args.clip_coef
+    objective = ratio * advantages
+    if epsilon > 0:
+        objective = np.minimum(objective, np.clip(ratio, 1 - epsilon, 1 + epsilon) * advantages)
+    errors = (outputs["values"] - batch["returns"]) ** 2
+    if args.clip_vloss:
+        clipped = np.clip(outputs["values"], batch["values"] - epsilon, batch["values"] + epsilon)
+        errors = np.maximum(errors, (clipped - batch["returns"]) ** 2)
+    stats = {"entropy": -(probs * np.log(probs)).sum(-1).mean(), "old_approx_kl": -logratio.mean()}
+    stats |= {"approx_kl": (ratio - 1 - logratio).mean(), "approx_kl_k2": (logratio**2).mean() / 2}
+    stats["clipfrac"] = (np.abs(ratio - 1) > epsilon).mean() if epsilon > 0 else 0.0
+    stats["policy_loss"] = -objective.mean() + kl_coef * stats["approx_kl_k2"]
+    return stats["policy_loss"] - args.ent_coef * stats["entropy"], args.vf_coef * errors.mean(), stats
+
+
+SETTINGS = [{}, {"clip_coef": 0.0, "kl_coef": 1.0}, {"clip_coef": 0.1, "kl_coef": 0.5, "ent_coef": 0.3, "vf_coef": 2.0}]
+SETTINGS += [{"clip_vloss": True, "clip_coef": 0.2}]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("heads", [(True, True), (True, False), (False, True)], ids=["joint", "policy", "value"])
+def test_policy_phase_loss_and_its_gradient(setting, heads):
+    args, (outputs, batch, _) = ppg_procgen.Args(**setting), make_minibatch()
+
+    def expected(outputs):
+        return np.dot(heads, policy_losses(args, outputs, batch)[:2])
+
+    loss_fn = partial(ppg_procgen.policy_phase_loss, policy=heads[0], value=heads[1])
+    loss, stats, gradients = evaluate_loss(loss_fn, args, outputs, **batch)
+    _, value_loss, expected_stats = policy_losses(args, outputs, batch)
+    assert loss == pytest.approx(expected(outputs), rel=1e-12)
+    wanted = (expected_stats if heads[0] else {}) | ({"value_loss": value_loss} if heads[1] else {})
+    assert stats == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+    for name in outputs:
+        numeric = numeric_gradient(lambda x, name=name: expected(outputs | {name: x}), outputs[name])
+        np.testing.assert_allclose(gradients[name], numeric, atol=1e-8)
+
+
+@pytest.mark.parametrize("clip_vloss", [False, True])
+def test_ppo_loss_and_its_gradient(clip_vloss):
+    args, (outputs, batch, _) = ppo_procgen.Args(clip_vloss=clip_vloss), make_minibatch()
+    del outputs["aux_values"]
+
+    def expected(outputs):  # vf_coef here is the weight of half the mean squared error
+        policy, value, _ = policy_losses(args, outputs, batch)
+        return policy + 0.5 * value
+
+    loss, stats, gradients = evaluate_loss(ppo_procgen.policy_phase_loss, args, outputs, **batch)
+    policy, value, expected_stats = policy_losses(args, outputs, batch)
+    assert loss == pytest.approx(expected(outputs), rel=1e-12) and args.vf_coef == 0.5
+    assert stats == pytest.approx(expected_stats | {"value_loss": value}, rel=1e-6, abs=1e-7)
+    for name in outputs:
+        numeric = numeric_gradient(lambda x, name=name: expected(outputs | {name: x}), outputs[name])
+        np.testing.assert_allclose(gradients[name], numeric, atol=1e-8)
+
+
+@pytest.mark.parametrize("beta_clone", [1.0, 0.3])
+def test_auxiliary_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone):
+    args, (outputs, batch, old_logits) = ppg_procgen.Args(beta_clone=beta_clone), make_minibatch()
+    old, returns = np.exp(old_logits), batch["returns"]
+
+    def parts(outputs):
+        new = softmax(outputs["logits"])
+        errors = [((outputs[name] - returns) ** 2).mean() / 2 for name in ("aux_values", "values")]
+        return (old * (np.log(old) - np.log(new))).sum(-1).mean(), *errors
+
+    new = softmax(outputs["logits"])
+    assert parts(outputs)[0] != pytest.approx((new * (np.log(new) - np.log(old))).sum(-1).mean(), rel=1e-3)
+    loss, stats, gradients = evaluate_loss(
+        ppg_procgen.auxiliary_phase_loss, args, outputs, old_logprobs=np.log(old), returns=returns
+    )
+    weights = np.array([beta_clone, 1, 1])
+    assert loss == pytest.approx(weights @ parts(outputs), rel=1e-12)
+    names = ("kl_loss", "aux_value_loss", "real_value_loss")
+    assert stats == pytest.approx(dict(zip(names, parts(outputs), strict=True)), rel=1e-9)
+    for name in outputs:
+        numeric = numeric_gradient(lambda x, name=name: weights @ parts(outputs | {name: x}), outputs[name])
+        np.testing.assert_allclose(gradients[name], numeric, atol=1e-8)
 
 
 def test_actions_are_drawn_from_the_policy():
@@ -176,7 +269,7 @@ def test_the_network_is_the_published_one():
             x = x + conv(y.relu(), f"{prefix}.blocks.{j}.conv1")
     features = x.relu().flatten(1) @ weights["policy_encoder.dense.weight"].T + weights["policy_encoder.dense.bias"]
     logits = features.relu() @ weights["policy_head.weight"].T + weights["policy_head.bias"]
-    torch.testing.assert_close(agent(obs)[0], logits, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(agent(obs).logits, logits, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("arch", ["dual", "detach", "shared"])
@@ -189,17 +282,16 @@ def test_which_loss_trains_which_parameters(arch):
         output.square().sum().backward()
         return {name.split(".")[0] for name, x in agent.named_parameters() if x.grad is not None and x.grad.any()}
 
-    logits, values, aux_values = agent(obs)
     encoder = {"dual": {"value_encoder"}, "detach": set(), "shared": {"policy_encoder"}}[arch]
-    assert trained(logits) == {"policy_encoder", "policy_head"}
-    logits, values, aux_values = agent(obs)
-    assert trained(aux_values) == {"policy_encoder", "aux_value_head"}
-    assert trained(agent(obs)[1]) == {"value_head"} | encoder
-    torch.testing.assert_close(agent(obs, policy=False)[1], values)  # what is left out changes nothing
-    torch.testing.assert_close(agent(obs, value=False)[0], logits)
+    assert trained(agent(obs).logits) == {"policy_encoder", "policy_head"}
+    assert trained(agent(obs).aux_values) == {"policy_encoder", "aux_value_head"}
+    assert trained(agent(obs).values) == {"value_head"} | encoder
+    logits, values, _ = agent(obs)
+    torch.testing.assert_close(agent(obs, policy=False).values, values)  # what is left out changes nothing
+    torch.testing.assert_close(agent(obs, value=False).logits, logits)
 
 
-def update_once(num_parts, stale_gradients=False):
+def update_once(num_chunks, stale_gradients=False):
     """Weights after an auxiliary update on 10 samples, its statistics, the most bytes of activations held at once."""
     torch.manual_seed(0)
     agent, args = Agent("dual"), ppg_procgen.Args()
@@ -230,27 +322,18 @@ def update_once(num_parts, stale_gradients=False):
         return ppg_procgen.auxiliary_phase_loss(agent, args, **part)
 
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-        stats = ppg_procgen.update(optimizer, loss_fn, num_parts, 0.0, **minibatch)
+        stats = ppg_procgen.update(optimizer, loss_fn, num_chunks, 0.0, **minibatch)
     return [x.detach() for x in agent.parameters()], stats, peak
 
 
-@pytest.mark.parametrize("num_parts", [2, 3, 10])  # 3 parts are unequal: 4, 4 and 2 samples
-def test_gradient_accumulation_takes_the_same_step_in_less_memory(num_parts):
+@pytest.mark.parametrize("num_chunks", [2, 3, 10])  # 3 chunks are unequal: 4, 4 and 2 samples
+def test_gradient_accumulation_takes_the_same_step_in_less_memory(num_chunks):
     whole, whole_stats, whole_peak = update_once(1)
-    parts, parts_stats, parts_peak = update_once(num_parts)
+    parts, parts_stats, parts_peak = update_once(num_chunks)
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(parts_stats, whole_stats, atol=1e-5, rtol=1e-4)
-    assert parts_peak <= whole_peak * math.ceil(10 / num_parts) / 10 * 1.02
+    assert parts_peak <= whole_peak * math.ceil(10 / num_chunks) / 10 * 1.02
 
 
 def test_an_update_begins_without_gradients():
     assert all(map(torch.equal, update_once(1)[0], update_once(1, stale_gradients=True)[0]))
-
-
-def test_auxiliary_minibatches_are_full_rollouts():
-    slot, t, env = torch.meshgrid(torch.arange(3), torch.arange(5), torch.arange(4), indexing="ij")
-    buffer = {"obs": torch.stack([slot, t, env], -1), "returns": slot * 100 + t * 10 + env}
-    selected = ppg_procgen.select_rollouts(torch.device("cpu"), torch.tensor([6, 11, 0]), **buffer)
-    for rollout, (i, n) in zip(selected["obs"].view(3, 5, 3), [(1, 2), (2, 3), (0, 0)], strict=True):
-        assert rollout.tolist() == [[i, t, n] for t in range(5)]
-    assert torch.equal(selected["returns"], (selected["obs"] * torch.tensor([100, 10, 1])).sum(-1))

@@ -1,11 +1,13 @@
-"""Several ranks by torchrun, real processes that talk by gloo: the same algorithm as in one process, the same bits on
-every rank, lost ranks, and the SLURM job of such a run."""
+"""Several ranks, real processes that talk by gloo: the same algorithm as in one process, the same bits on every rank,
+lost ranks, torchrun, and the SLURM job of such a run."""
 
 import contextlib
 import json
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,16 +17,31 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY_PPG, read_rows, same
-from rank_worker import install_recording, install_scripted
+from conftest import ROOT, TINY, TINY_PPG, as_flags, read_rows, same, train
+from worker import install_recording, install_scripted
 
 import ppg_procgen
 import ppo_procgen
 
-ROOT = Path(__file__).resolve().parents[1]
-WORKER = ROOT / "tests" / "rank_worker.py"
-# 4 iterations of 2 ranks x 4 x 16, two phases; detach: the cheapest networks
-FLAGS = TINY_PPG | {"arch": "detach", "total_timesteps": 4 * 2 * 4 * 16}
+WORKER = ROOT / "tests" / "worker.py"
+FLAGS = TINY_PPG | {"total_timesteps": 4 * 2 * 4 * 16}  # 4 iterations of 2 ranks x 4 x 16, two phases
+
+
+@pytest.fixture(scope="session")
+def ranks(start):
+    """ranks(script, options, *flags) gives the results of two ranks: what torchrun starts, without torchrun."""
+
+    def ranks(script, options: dict, *flags, number: int = 2) -> list[subprocess.CompletedProcess]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        processes = []
+        for rank in map(str, range(number)):
+            environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(number)}
+            processes.append(start(script, {"command": "torchrun"} | options, *flags, **environment))
+        return [process.end() for process in processes]
+
+    return ranks
 
 
 def find_marked(mark: str) -> list[int]:
@@ -39,16 +56,16 @@ def find_marked(mark: str) -> list[int]:
     return found
 
 
-def launch(*command, timeout: float = 150, **environment: str) -> SimpleNamespace:
+def launch(*command, timeout: float = 150, **environment: str) -> subprocess.CompletedProcess:
     """Run to the end, and leave no process behind whatever happens."""
     environment |= {"RANKS_OF_TEST": (mark := uuid.uuid4().hex)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
     process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=os.environ | environment, **pipes)
     try:
         output, errors = process.communicate(timeout=timeout)
-        ended = time.time()
-        while find_marked(mark) and time.time() < ended + 5:
-            time.sleep(0.1)
+        deadline = time.monotonic() + 30
+        while find_marked(mark) and time.monotonic() < deadline:
+            time.sleep(0.05)
     finally:
         left = find_marked(mark)
         for pid in left:
@@ -56,30 +73,7 @@ def launch(*command, timeout: float = 150, **environment: str) -> SimpleNamespac
                 os.kill(pid, signal.SIGKILL)
         process.wait()
     assert not left, f"processes were left behind: {errors}"
-    return SimpleNamespace(code=process.returncode, output=output, errors=errors, ended=ended)
-
-
-def torchrun(*command, ranks: int = 2, **options) -> SimpleNamespace:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
-    return launch(*launcher, *command, **options)
-
-
-def as_flags(flags: dict) -> list[str]:
-    return ["--no-cuda", *(f"--{name.replace('_', '-')}={value}" for name, value in flags.items() if name != "cuda")]
-
-
-def worker(script, options: dict, flags: dict, **more) -> SimpleNamespace:
-    return torchrun(WORKER, script.__name__, json.dumps(options), *as_flags(flags), **more)
-
-
-def exit_codes(result: SimpleNamespace) -> list[str]:
-    """Of the ranks that failed, as torchrun reports them; the last was the first to fail."""
-    return re.findall(r"exitcode +: (-?\d+)", result.errors)
-
-
-def assert_no_traceback_of_ours(result: SimpleNamespace) -> None:
-    """torchrun shows one of its own when a rank fails."""
-    assert not re.search(r'File ".*(ppg_procgen|ppo_procgen|rank_worker)\.py"', result.errors), result.errors
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
 # ---- the same algorithm as in one process
@@ -96,12 +90,12 @@ EXACT = "iteration,global_step,episodes,charts/episodic_return,charts/episodic_l
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, variant):
+def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, ranks, variant):
     script, flags, num_updates = VARIANTS[variant]
     scripted = {"num_ranks": 2, "num_envs": 2, "rows": {"16": 2, "4": 2}}  # T * N samples, N_pi * N rollouts
     options = {"scripted": scripted, "record": f"{tmp_path}/rank"}
-    result = worker(script, options, flags | {"run_dir": tmp_path / "ranks"})
-    assert result.code == 0, result.errors
+    for result in ranks(script, options, *as_flags(flags | {"run_dir": tmp_path / "ranks"})):
+        assert result.returncode == 0, result.stderr
 
     one_flags = flags | {"num_envs": 4, "cuda": False, "run_dir": str(tmp_path / "one")}
     if "num_aux_rollouts" in flags:
@@ -110,14 +104,14 @@ def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, varian
         with pytest.MonkeyPatch.context() as patch:
             install_scripted(script, patch.setattr, **scripted)
             one = install_recording(script, patch.setattr, grads=True)
-            script.main(script.Args(**one_flags))
+            train(script, script.Args(**one_flags))
     finally:
         torch.set_default_dtype(torch.float32)
 
-    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
-    assert ranks[0]["hashes"] == ranks[1]["hashes"]
-    assert len(one["grads"]) == len(ranks[0]["grads"]) == num_updates == len(set(one["hashes"]))
-    for grads in zip(one["grads"], ranks[0]["grads"], ranks[1]["grads"], strict=True):
+    two = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    assert two[0]["hashes"] == two[1]["hashes"]
+    assert len(one["grads"]) == len(two[0]["grads"]) == num_updates == len(set(one["hashes"]))
+    for grads in zip(one["grads"], two[0]["grads"], two[1]["grads"], strict=True):
         assert torch.equal(grads[1], grads[2])
         assert (grads[1] - grads[0]).norm() < 1e-7 * grads[0].norm()
     weights = [torch.load(tmp_path / name / "agent.pt", weights_only=True) for name in ("one", "ranks")]
@@ -141,13 +135,13 @@ def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, varian
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> SimpleNamespace:
+def whole(tmp_path_factory, ranks) -> SimpleNamespace:
     """A run of two ranks that nothing has disturbed, and what its ranks have recorded."""
     folder = tmp_path_factory.mktemp("whole")
-    result = worker(ppg_procgen, {"record": f"{folder}/rank"}, FLAGS | {"run_dir": folder / "run"})
-    assert result.code == 0, result.errors
+    results = ranks(ppg_procgen, {"record": f"{folder}/rank"}, *as_flags(FLAGS | {"run_dir": folder / "run"}))
+    assert [result.returncode for result in results] == [0, 0], results
     hashes = [torch.load(folder / f"rank{rank}.pt")["hashes"] for rank in range(2)]
-    return SimpleNamespace(run_dir=folder / "run", output=result.output, hashes=hashes)
+    return SimpleNamespace(run_dir=folder / "run", outputs=[result.stdout for result in results], hashes=hashes)
 
 
 def test_parameters_are_the_same_bits_on_every_rank(whole):
@@ -156,74 +150,103 @@ def test_parameters_are_the_same_bits_on_every_rank(whole):
 
 
 def test_sizes_are_said_per_rank_and_the_budget_is_of_all(whole):
-    assert "4 iterations of 2 ranks x 4 x 16 = 512 steps, from step 0\n" in whole.output
-    assert whole.output.count("finished;") == 1, "rank 0 alone speaks"
+    assert "2 ranks x 4 environments x 16 steps = 512 steps" in whole.outputs[0]
+    assert "finished;" in whole.outputs[0] and whole.outputs[1] == "", "rank 0 alone speaks"
     assert [int(row["global_step"]) for row in read_rows(whole.run_dir)] == [128, 256, 384, 512]
 
 
 def test_ranks_differ_in_games_and_random_numbers(whole):
-    ranks = ppg_procgen.load_checkpoint(whole.run_dir / "checkpoint.pt")["ranks"]
-    assert len(ranks) == 2
-    games = [bytes(game.numpy()) for rank in ranks for game in rank["envs"]["games"]]
+    states = ppg_procgen.load_checkpoint(whole.run_dir / "checkpoint.pt")["ranks"]
+    assert len(states) == 2
+    games = [bytes(game.numpy()) for rank in states for game in rank["envs"]["games"]]
     assert len(games) == len(set(games)) == 8
-    assert not torch.equal(ranks[0]["random"]["torch"], ranks[1]["random"]["torch"])
+    assert not torch.equal(states[0]["rng"], states[1]["rng"])
 
 
-def test_the_same_seed_gives_the_same_bits_again(whole, tmp_path):
-    result = torchrun(ROOT / "ppg_procgen.py", *as_flags(FLAGS | {"run_dir": tmp_path / "again"}))
-    assert result.code == 0, result.errors
+def test_the_same_seed_gives_the_same_bits_again(whole, ranks, tmp_path):
+    results = ranks(ppg_procgen, {}, *as_flags(FLAGS | {"run_dir": tmp_path / "again"}))
+    assert [result.returncode for result in results] == [0, 0], results
     assert same(tmp_path / "again", whole.run_dir)
 
 
-def test_one_rank_by_torchrun_is_plain_python(tmp_path, run):
-    flags = FLAGS | {"total_timesteps": 2 * 64}
-    result = torchrun(ROOT / "ppg_procgen.py", *as_flags(flags | {"run_dir": tmp_path / "rank"}), ranks=1)
-    assert result.code == 0 and "2 iterations of 4 x 16 = 128 steps" in result.output, result.errors
-    assert same(tmp_path / "rank", run(**flags))
+def test_one_rank_is_a_plain_run(ranks, trained, tmp_path):
+    (result,) = ranks(ppg_procgen, {}, *as_flags(TINY_PPG | {"run_dir": tmp_path / "rank"}), number=1)
+    assert result.returncode == 0, result.stderr
+    assert same(tmp_path / "rank", trained())
+
+
+# ---- torchrun
+
+
+def test_a_lost_rank_ends_a_torchrun_and_its_last_line_resumes_to_the_bits_of_one_never_killed(whole, tmp_path):
+    """Rank 1 is killed in the second phase. The line that rank 0 says is pasted into a shell."""
+    run_dir, options = tmp_path / "a run", {"kill": {"rank": 1, "target": "update", "k": 14}}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    flags = as_flags(FLAGS | {"run_dir": run_dir})
+    result = launch(*launcher, WORKER, "ppg_procgen", json.dumps(options), *flags)
+    assert result.returncode == 1 and re.search(r"exitcode +: -9", result.stderr), result.stderr
+    (line,) = re.findall("^.*to continue: (.*)$", result.stderr, re.M)
+    words = shlex.split(line)
+    assert words[-2:] == ["--resume", str(run_dir)] and words[-3] == str(WORKER)
+    assert words[1:-3] == launcher[1:]
+    line = shlex.join([*words[:-3], str(ROOT / "tests" / "worker.py"), "ppg_procgen", "{}", *words[-2:]])
+    result = launch("bash", "-c", line, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    assert result.returncode == 0, result.stderr
+    assert "iterations 3 to 4" in result.stdout
+    assert same(run_dir, whole.run_dir)
+
+
+@pytest.mark.slow
+def test_the_scripts_by_torchrun(tmp_path, script):
+    """The files themselves with the real network: twice, and to the same bits."""
+    defaults = FLAGS | {"arch": "detach"} if script is ppg_procgen else TINY | {"total_timesteps": 512}
+    for name in "ab":
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        result = launch(*command, f"{script.__name__}.py", *as_flags(defaults | {"run_dir": tmp_path / name}))
+        assert result.returncode == 0, result.stderr
+    assert same(tmp_path / "a", tmp_path / "b")
 
 
 # ---- what goes wrong
 
 
-@pytest.mark.parametrize("rank, target, k", [(0, "step_wait", 40), (1, "update", 6)])  # in iteration 3, auxiliary phase
-def test_a_lost_rank_ends_the_run_and_it_resumes_to_the_bits_of_one_never_killed(whole, tmp_path, rank, target, k):
-    run_dir, note = tmp_path / "run", tmp_path / "killed"
-    options = {"kill": {"rank": rank, "target": target, "k": k, "note": str(note)}}
-    result = worker(ppg_procgen, options, FLAGS | {"run_dir": run_dir})
-    assert result.code == 1 and "-9" in exit_codes(result), result.errors
-    assert result.ended - note.stat().st_mtime < 60
-    assert re.findall("^stopped: .*", result.errors, re.M) in (
-        ["stopped: by SIGTERM"],
-        re.findall(rf"^stopped: rank {1 - rank} has lost another rank \(.+\)$", result.errors, re.M)[:1],
-    ), result.errors
-    assert_no_traceback_of_ours(result)
-    command = f"to continue: torchrun (2 ranks) ppg_procgen.py --resume {run_dir}\n"
-    assert (command in result.errors) == (rank == 1), "rank 0 says how to go on"
-
-    result = torchrun(ROOT / "ppg_procgen.py", "--resume", run_dir)
-    assert result.code == 0, result.errors
-    assert f"from step {256 if rank == 0 else 0}\n" in result.output
-    assert same(run_dir, whole.run_dir)
+@pytest.mark.parametrize("rank, target, k", [(0, "ProcgenVectorEnv.step", 40), (1, "update", 6)])
+def test_a_lost_rank_ends_the_others(ranks, tmp_path, rank, target, k):
+    """In iteration 3, and in the auxiliary phase: with a traceback, exit code 1 and, on rank 0, the line to resume."""
+    run_dir = tmp_path / "run"
+    options = {"kill": {"rank": rank, "target": target, "k": k}, "command": "torchrun and so on"}
+    results = ranks(ppg_procgen, options, *as_flags(FLAGS | {"run_dir": run_dir}))
+    lost, other = results[rank], results[1 - rank]
+    assert (lost.returncode, other.returncode) == (-signal.SIGKILL, 1)
+    assert "Traceback" in other.stderr and re.search("^stopped: .+", other.stderr, re.M)
+    assert ("to continue: torchrun and so on" in other.stderr) == (rank == 1), "rank 0 says how to go on"
+    iteration = ppg_procgen.load_checkpoint(run_dir / "checkpoint.pt")["iteration"]
+    assert iteration == (2 if rank == 0 else 0) and not list(run_dir.glob("*.tmp*"))
 
 
-def test_another_number_of_ranks_is_refused_in_one_line(whole, run):
-    result = launch(sys.executable, ROOT / "ppg_procgen.py", "--resume", whole.run_dir)
-    assert result.code == 2
-    assert re.fullmatch(r"ppg_procgen.py: .* 2 rank\(s\), not 1: .*\n", result.errors)
-    result = torchrun(ROOT / "ppg_procgen.py", "--resume", run(total_timesteps=128, arch="detach"))
-    assert result.code == 1 and exit_codes(result)[-1] == "2", result.errors
-    assert re.search(r"^ppg_procgen.py: .* 1 rank\(s\), not 2: .*$", result.errors, re.M)
-    assert_no_traceback_of_ours(result)
+def test_another_number_of_ranks_is_refused_in_one_line(whole, ranks, trained, command_line):
+    results = ranks(ppg_procgen, {}, "--resume", trained())
+    results += [command_line(ppg_procgen, "--resume", whole.run_dir)]
+    for result in results:
+        assert result.returncode == 2 and result.stdout == ""
+        assert re.fullmatch(r"ppg_procgen.py: .*rank.*\n", result.stderr)
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_stops_both(tmp_path):
-    result = worker(ppg_procgen, {"poison": {"rank": 1, "k": 2}}, FLAGS | {"run_dir": tmp_path / "run"})
-    message = "stopped: policy_loss is nan at update 2 of 2 of the policy phase of iteration 1, step 128, rank 1"
-    assert result.errors.splitlines().count(message) == 2, result.errors
-    codes = exit_codes(result)  # -15: it had said why, and torchrun was faster than the end of its interpreter
-    assert result.code == 1 and codes[-1] == "1" and set(codes) <= {"1", "-15"}, result.errors
-    assert_no_traceback_of_ours(result)
-    assert message.endswith(json.loads((tmp_path / "run" / "nonfinite.json").read_text())["message"])
+def test_a_loss_that_is_not_finite_on_one_rank_stops_both(ranks, tmp_path):
+    flags = as_flags(FLAGS | {"run_dir": tmp_path / "run"})
+    results = ranks(ppg_procgen, {"poison": {"rank": 1, "k": 2}}, *flags)
+    message = "is nan on rank 1 at update 2 of 2 of the policy phase of iteration 1, step 128"
+    for result in results:
+        assert result.returncode == 1 and "Traceback" not in result.stderr
+        assert re.match(r"stopped: \w+ " + message, result.stderr)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_one_rank_ends_both(ranks, tmp_path, number):
+    options = {"kill": {"rank": 1, "target": "update", "k": 6, "number": int(number)}}
+    results = ranks(ppg_procgen, options, *as_flags(FLAGS | {"run_dir": tmp_path / "run"}))
+    assert [result.returncode for result in results] == [1, 128 + number]
+    assert f"stopped: by {number.name}" in results[1].stderr and "Traceback" not in results[1].stderr
 
 
 # ---- the SLURM job
@@ -294,9 +317,9 @@ def test_slurm_job_starts_resumes_and_asks_for_a_requeue(tmp_path):
             waits = 'until [ -e "$0/ready" ]; do /bin/sleep 0.05; done; kill -USR1 $job; wait $job'
             command = ["bash", "-c", f'"$@" & job=$!; {waits}', tmp_path, *command]
         result = launch(*command, timeout=30, **environment, **more)
-        assert ("stopped in order" in result.errors) == usr1, result.errors
+        assert ("stopped in order" in result.stderr) == usr1, result.stderr
         calls = (tmp_path / "calls").read_text().splitlines()
-        return result.code, {name for name in outcomes[:2] if (tmp_path / name).exists()}, json.loads(calls[-1])
+        return result.returncode, {name for name in outcomes[:2] if (tmp_path / name).exists()}, json.loads(calls[-1])
 
     meet = ["--rdzv-id", "123456", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node3:23456", "ppg_procgen.py"]
     begin = ["--nnodes", "2", "--nproc-per-node", "4", *meet]

@@ -1,28 +1,25 @@
 """Whole runs of the scripts on real procgen, in small."""
 
+import ast
+import copy
+import importlib.metadata
 import os
+import shlex
 import subprocess
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, TINY_PPG, comparable, read_rows, same
+from conftest import CHEAP_PPO, ROOT, as_flags, comparable, parse, read_rows, same
+from packaging.requirements import Requirement
+from packaging.version import Version
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppg_procgen
 import ppo_procgen
-from ppg_procgen import Args, ProcgenVectorEnv
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def command_line(script, *flags, **options):
-    return subprocess.run(
-        [sys.executable, f"{script.__name__}.py", *flags], cwd=ROOT, capture_output=True, text=True, **options
-    )
+from ppg_procgen import Args, ProcgenVectorEnv, UsageError
 
 
 @pytest.fixture
@@ -47,7 +44,7 @@ def test_budget_is_spent_whole_and_phases_fall_where_they_should(run, capsys):
     rows = read_rows(run(total_timesteps=5 * 64 + 63))
     assert [int(row["global_step"]) for row in rows] == [64, 128, 192, 256, 320]
     assert [row["losses/aux/kl_loss"] != "" for row in rows] == [False, True, False, True, False]
-    assert "5 iterations of 4 x 16 = 320 steps" in capsys.readouterr().out
+    assert "iterations 1 to 5 of 1 ranks x 4 environments x 16 steps = 320 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arch", ["dual", "detach", "shared"])
@@ -70,8 +67,82 @@ def test_invariants_of_the_phases(run, updates, arch):
     assert torch.equal(targets(aux[4:]), targets(policy))
 
 
+def test_the_buffer_holds_full_rollouts_with_the_policy_as_the_phase_begins(run, updates, monkeypatch):
+    agents, before, original, recording = [], [], ppg_procgen.Agent, ppg_procgen.update
+
+    def update(*args, **minibatch):
+        before.append(copy.deepcopy(agents[0]))
+        return recording(*args, **minibatch)
+
+    monkeypatch.setattr(ppg_procgen, "Agent", lambda *args: agents.append(original(*args)) or agents[0])
+    monkeypatch.setattr(ppg_procgen, "update", update)
+    run(total_timesteps=128, e_auxiliary=2)
+    T, policy, aux = 16, updates[:4], updates[4:]
+
+    def samples(epoch):
+        """Observation and target of each sample, as bytes."""
+        pairs = [zip(mb["obs"], mb["returns"], strict=True) for _, _, mb, _ in epoch]
+        return [obs.numpy().tobytes() + target.numpy().tobytes() for pair in pairs for obs, target in pair]
+
+    assert sorted(samples(policy)) == sorted(samples(aux[:4])) == sorted(samples(aux[4:]))
+    rollouts = [samples(aux[i : i + 4]) for i in (0, 4)]
+    rollouts = [{tuple(epoch[k : k + T]) for k in range(0, len(epoch), T)} for epoch in rollouts]
+    assert len(rollouts[0]) == 8 and rollouts[0] == rollouts[1], "full rollouts in order, in both epochs"
+    assert samples(aux[:4]) != samples(aux[4:]), "each epoch is shuffled"
+
+    for _, _, minibatch, _ in aux:
+        with torch.no_grad():
+            expected = before[4](minibatch["obs"]).logits.log_softmax(-1)
+        torch.testing.assert_close(minibatch["old_logprobs"], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ["dual", "detach"])
+def test_targets_are_those_of_generalised_advantage_estimation_on_what_was_played(run, updates, monkeypatch, arch):
+    """From what the environments gave and the network says before any update."""
+    played, agents, original = [], [], ppg_procgen.Agent
+
+    class Watched(ProcgenVectorEnv):
+        def reset(self):
+            played.append([*super().reset()[:1], None, None])
+            return played[-1][0], {}
+
+        def step(self, actions):
+            obs, rewards, terminated, truncated, info = super().step(actions)
+            played.append([obs, rewards, terminated])
+            return obs, rewards, terminated, truncated, info
+
+    def make_agent(*args):
+        agents.extend([agent := original(*args), copy.deepcopy(agent)])
+        return agent
+
+    monkeypatch.setattr(ppg_procgen, "ProcgenVectorEnv", Watched)
+    monkeypatch.setattr(ppg_procgen, "Agent", make_agent)
+    T, N, flags = 128, 4, {"gamma": 0.97, "gae_lambda": 0.8, "reward_gamma": 0.9}
+    run(arch=arch, env_id="starpilot", num_steps=T, total_timesteps=T * N, num_minibatches=1, e_auxiliary=0, **flags)
+    agent = agents[1]  # as it was before any update
+    obs = torch.from_numpy(np.stack([step[0] for step in played]))  # (T + 1, N, ...)
+    rewards, dones = (torch.from_numpy(np.stack([step[i] for step in played[1:]])).float() for i in (1, 2))
+    assert dones.sum() > 2 and len(obs) == T + 1
+    firsts = torch.cat([torch.ones(1, N), dones])
+    with torch.no_grad():
+        values = agent(obs.flatten(0, 1)).values.view(T + 1, N)
+        logprobs = agent(obs[:-1].flatten(0, 1)).logits.log_softmax(-1)
+    normalized = ppg_procgen.RewardNormalizer(N, 0.9)(rewards, firsts[:-1])
+    advantages = ppg_procgen.compute_gae(normalized, values, firsts, 0.97, 0.8)
+    (_, _, minibatch, _), *_ = updates
+    order = [obs[:-1].flatten(0, 1).flatten(1).tolist().index(x) for x in minibatch["obs"].flatten(1).tolist()[:8]]
+    torch.testing.assert_close(minibatch["returns"].sort()[0], (advantages + values[:-1]).flatten().sort()[0])
+    scaled = (advantages - advantages.mean()) / advantages.std(correction=0)
+    torch.testing.assert_close(minibatch["advantages"].sort()[0], scaled.flatten().sort()[0], atol=1e-4, rtol=1e-4)
+    for i, k in enumerate(order):
+        expected = values[:-1].flatten()[k], logprobs[k, minibatch["actions"][i]], scaled.flatten()[k]
+        found = torch.stack([minibatch[name][i] for name in ("values", "logprobs", "advantages")])
+        torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
+
+
 def test_the_auxiliary_phase_trains_the_policy_encoder_but_keeps_the_policy(run):
-    before, after = run(total_timesteps=128, e_auxiliary=0), run(total_timesteps=128, e_auxiliary=2)
+    flags = {"small": False, "total_timesteps": 128, "env_id": "starpilot"}
+    before, after = run(**flags, e_auxiliary=0), run(**flags, e_auxiliary=2)
     agents = []
     for run_dir in (before, after):
         agents.append(ppg_procgen.Agent("dual"))
@@ -115,9 +186,19 @@ def test_optimizers_of_the_phases(run, updates, single):
     assert updates[0][0].defaults["eps"] == 1e-8
 
 
-def test_annealing_follows_global_progress(run):
-    rows = read_rows(run(anneal_lr=True, learning_rate=1e-3))
+def test_annealing_follows_global_progress(run, monkeypatch):
+    rates, original = [], ppg_procgen.update
+
+    def update(optimizer, *rest, **minibatch):
+        rates.append(optimizer.param_groups[0]["lr"].item())
+        return original(optimizer, *rest, **minibatch)
+
+    monkeypatch.setattr(ppg_procgen, "update", update)
+    rows = read_rows(run(anneal_lr=True, learning_rate=1e-3, aux_learning_rate=4e-3))
     assert [float(row["charts/learning_rate"]) for row in rows] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
+    phases = [2] * 2 + [4]  # updates: two iterations, an auxiliary phase; then the same
+    expected = [[rate] * k for rate, k in zip([1e-3, 7.5e-4, 3e-3, 5e-4, 2.5e-4, 1e-3], phases * 2, strict=True)]
+    assert rates == pytest.approx(sum(expected, []))
 
 
 def test_ppo_normalizes_advantages_by_minibatch(run, monkeypatch):
@@ -145,11 +226,11 @@ FLAGS = {
     "clip_coef": 1e-4, "kl_coef": 1.0, "ent_coef": 0.1, "vf_coef": 1.0, "clip_vloss": True, "max_grad_norm": 0.01,
     "arch": "detach", "n_iteration": 1, "e_auxiliary": 2, "aux_learning_rate": 1e-3, "beta_clone": 0.0,
     "num_aux_rollouts": 4, "num_aux_minibatches": 2, "num_aux_grad_accum": 3, "aux_interval": 2,
-    "single_optimizer": True, "policy_dtype": "bfloat16", "aux_dtype": "bfloat16",
+    "single_optimizer": True, "aux_dtype": "bfloat16",
 }  # fmt: skip
 ELSEWHERE = {  # these change no number of the training; each has a test of its own
     "exp_name", "run_dir", "resume", "checkpoint_interval", "cuda", "track", "wandb_project_name", "wandb_entity",
-    "eval_interval", "eval_episodes", "eval_greedy", "capture_video", "env_threads", "aux_device",
+    "eval_interval", "eval_episodes", "capture_video", "env_threads", "aux_device",
     "compile", "cuda_graphs", "tf32",
 }  # fmt: skip
 
@@ -158,18 +239,10 @@ def test_every_flag_is_tested():
     assert set(FLAGS) | ELSEWHERE == {field.name for field in fields(Args) if field.init}
 
 
-@pytest.fixture(scope="module")
-def baseline(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("baseline") / "run"
-    ppg_procgen.main(Args(**TINY_PPG | {"run_dir": str(run_dir)}))
-    return run_dir
-
-
 @pytest.mark.parametrize("flag", FLAGS)
-def test_flag_changes_the_run(run, baseline, flag):
-    extra = {"num_levels": 1} if flag == "start_level" else {}
-    changed = run(**{flag: FLAGS[flag]} | extra)
-    reference = run(**extra) if extra else baseline
+def test_flag_changes_the_run(trained, flag):
+    extra = {"start_level": {"num_levels": 1}, "clip_vloss": {"clip_coef": 1e-3}}.get(flag, {})
+    changed, reference = trained(**{flag: FLAGS[flag]} | extra), trained(**extra)
     rows, weights = comparable(changed)
     reference_rows, reference_weights = comparable(reference)
     if set(weights) == set(reference_weights):
@@ -177,13 +250,12 @@ def test_flag_changes_the_run(run, baseline, flag):
     assert rows != reference_rows
 
 
-def test_flags_that_must_not_change_the_run_do_not(run, baseline):
-    assert same(baseline, run(env_threads=2, exp_name="other", checkpoint_interval=1, aux_device="cpu"))
+def test_flags_that_must_not_change_the_run_do_not(run, trained):
+    assert same(trained(), run(env_threads=2, exp_name="other", checkpoint_interval=1, aux_device="cpu"))
 
 
-def test_v_value_is_an_alias(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ppg_procgen.py", "--v-value", "3", "--n-aux-grad-accum", "2"])
-    args = ppg_procgen.parse_args()
+def test_v_value_is_an_alias():
+    args = parse(ppg_procgen, "--v-value", "3", "--n-aux-grad-accum", "2")
     assert (args.e_value, args.num_aux_grad_accum) == (3, 2)
 
 
@@ -205,37 +277,79 @@ BAD = {
     "--start-level 2147483647 --num-levels 1": "levels",
     "--start-level 5": "start_level",
     "--clip-vloss --clip-coef 0": "clip_vloss",
-    "--single-optimizer --aux-learning-rate 1": "single_optimizer",
+    "--single-optimizer --aux-learning-rate 1": "rate",
+    "--exp-name ../../x": "exp_name must be a plain name",
+    "--resume=": "resume",
+    "--num-envs 1000000": "less than an iteration",
+    "--num-envs 1000000 --total-timesteps 1000000000000": "GB of memory",
+    "--n-iteration 1000000000": "GB of memory",
+    "--env-threads 100000": "env_threads",
+    "--num-envs 3000000000": "num_envs",
+    "--num-envs 2000000000 --num-steps 1 --total-timesteps 2000000000": "GB of memory",
 }
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_flags_end_with_a_message_and_exit_code_2(monkeypatch, capsys, flags):
-    monkeypatch.setattr(sys, "argv", ["ppg_procgen.py", *flags.split()])
-    with pytest.raises(SystemExit) as exit:
-        ppg_procgen.parse_args()
-    assert exit.value.code == 2
-    assert BAD[flags] in " ".join(capsys.readouterr().err.replace("│", "").split())
+def test_bad_flags_end_with_a_message_and_exit_code_2(tmp_path, monkeypatch, capsys, flags):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((SystemExit, UsageError)) as end:
+        parse(ppg_procgen, *shlex.split(flags))
+    assert getattr(end.value, "code", 2) == 2
+    message = capsys.readouterr().err + (str(end.value) if isinstance(end.value, UsageError) else "")
+    assert BAD[flags] in " ".join(message.replace("│", "").split())
+    assert not list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_written_ends_with_one_line_and_exit_code_2(script, tmp_path, baseline):
+@pytest.mark.parametrize("flags", ["--resume=", "--num-envs 1000000", "--exp-name ../../x"])
+def test_bad_flags_from_the_command_line(command_line, script, flags):
+    result = command_line(script, *flags.split())
+    assert result.returncode == 2 and result.stdout == "" and "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1 or "╭" in result.stderr  # a line, or tyro's frame
+
+
+RANKS = [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "2"}, {"RANK": "-1"}]
+
+
+@pytest.mark.parametrize("environment", RANKS, ids=str)
+def test_ranks_that_are_none_end_with_a_message_and_exit_code_2(command_line, script, environment):
+    result = command_line(script, **environment)
+    assert result.returncode == 2 and result.stdout == ""
+    words = " ".join(result.stderr.replace("│", "").split())
+    assert "RANK, LOCAL_RANK and WORLD_SIZE must be as torchrun sets them" in words and "Traceback" not in words
+
+
+def snapshot(folder):
+    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def test_a_folder_that_cannot_be_used_is_refused_in_one_line_and_stays_as_it_is(command_line, script, tmp_path):
     (tmp_path / "file").touch()
-    for folder, message in ((tmp_path / "file" / "run", "Not a directory"), (baseline, "holds a run")):
-        result = command_line(script, "--run-dir", str(folder))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    for name in ("checkpoint.pt", "ppg_procgen.py", "notes.txt"):
+        (foreign / name).write_text("not ours")
+    before = snapshot(tmp_path)
+    for folder, message in ((tmp_path / "file" / "run", "Not a directory"), (foreign, "is not empty")):
+        result = command_line(script, "--run-dir", folder)
         assert result.returncode == 2 and message in result.stderr
         assert result.stderr.count("\n") == 1 and result.stdout == ""
+        assert snapshot(tmp_path) == before
 
 
-def test_import_runs_and_prints_nothing(script, tmp_path):
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {script.__name__}"
+def test_import_runs_and_prints_nothing(tmp_path):
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import ppg_procgen, ppo_procgen"
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_of_the_readme(tmp_path):
-    flags = "--env-id starpilot --num-envs 4 --num-steps 16 --num-minibatches 2 --n-iteration 2 --num-aux-rollouts 2"
-    result = command_line(ppg_procgen, *flags.split(), "--total-timesteps", "256", "--run-dir", str(tmp_path / "run"))
+    """As a person types it, but for --run-dir: the real network in a process of its own."""
+    text = next(x for x in (ROOT / "ppg_procgen.py").read_text().split("python ppg_procgen.py")[1:] if "256" in x)
+    flags = text.partition("#")[0].replace("\\\n", " ").split()
+    assert {"--num-envs", "--num-steps", "--num-minibatches", "--n-iteration"} < set(flags)
+    command = [sys.executable, "ppg_procgen.py", *flags, "--run-dir", str(tmp_path / "run")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["64", "128", "192", "256"]
@@ -243,6 +357,19 @@ def test_the_command_of_the_readme(tmp_path):
     assert len(rows) == 4 and sum(row["losses/aux/kl_loss"] != "" for row in rows) == 2
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"args.json", "metrics.csv", "agent.pt", "checkpoint.pt", "ppg_procgen.py"} < files
+
+
+@pytest.mark.parametrize("lines", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_reader_that_goes_does_not_end_the_run(tmp_path, lines):
+    """As with `| head -1`."""
+    command = [sys.executable, "ppo_procgen.py", *as_flags(CHEAP_PPO), f"--run-dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for _ in range(lines):
+        process.stdout.readline()
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert (process.wait(timeout=100), errors) == (0, "")
+    assert len(read_rows(tmp_path / "run")) == 4
 
 
 # ---- environments and statistics
@@ -254,8 +381,7 @@ def test_all_games_step_and_keep_uint8(env_id):
     obs, _ = envs.reset()
     for _ in range(20):
         assert obs.dtype == np.uint8 and obs.shape == (3, 64, 64, 3)
-        envs.step_async(np.random.default_rng(0).integers(15, size=3))
-        obs, rewards, terminated, truncated, _ = envs.step_wait()
+        obs, rewards, terminated, truncated, _ = envs.step(np.random.default_rng(0).integers(15, size=3))
         assert rewards.dtype == np.float32 and terminated.dtype == truncated.dtype == bool
     assert obs.std() > 0
 
@@ -271,8 +397,7 @@ def test_levels_are_those_asked_for():
     envs = ProcgenVectorEnv("coinrun", 32, num_levels=3, start_level=7, seed=1)
     seeds = set()
     for _ in range(20):
-        envs.step_async(np.full(32, -1))  # procgen ends a game at action -1
-        envs.step_wait()
+        envs.step(np.full(32, -1))  # procgen ends a game at action -1
         seeds |= {int(info["level_seed"]) for info in envs.games.get_info()}
     assert seeds == {7, 8, 9}
 
@@ -281,8 +406,8 @@ def test_every_finished_episode_counts(run, monkeypatch):
     returns, running = [], np.zeros(4)
 
     class Counting(ProcgenVectorEnv):
-        def step_wait(self):
-            obs, rewards, terminated, truncated, info = super().step_wait()
+        def step(self, actions):
+            obs, rewards, terminated, truncated, info = super().step(actions)
             for i in range(4):
                 running[i] += rewards[i]
                 if terminated[i]:
@@ -301,20 +426,40 @@ def test_every_finished_episode_counts(run, monkeypatch):
 
 
 @pytest.mark.parametrize("flags", [{}, {"arch": "detach", "aux_dtype": "bfloat16"}])
-def test_same_seed_same_bits(run, flags):
-    assert same(run(**flags), run(**flags))
+def test_same_seed_same_bits(run, trained, flags):
+    assert same(run(**flags), trained(**flags))
 
 
-def test_ppo_same_seed_same_bits_other_seed_others(run):
-    first, again, other = run(ppo_procgen), run(ppo_procgen), run(ppo_procgen, seed=2)
+def test_ppo_same_seed_same_bits_other_seed_others(run, trained):
+    first, again, other = run(ppo_procgen), trained(ppo_procgen), run(ppo_procgen, seed=2)
     assert same(first, again) and not same(first, other)
+
+
+def test_first_returns_of_ppo_are_as_large_as_in_the_published_runs():
+    """Half their mean square is the first value loss of those runs (values are near 0), 0.55 to 0.9: rewards are
+    normalised step by step. With the statistics of the whole rollout it would be 0.2."""
+    N, T, envs = 64, 256, ProcgenVectorEnv("starpilot", 64, seed=1)
+    rng, rewards, dones = np.random.default_rng(1), torch.zeros((T, N)), torch.ones((T + 1, N))
+    for t in range(T):
+        _, reward, terminated, truncated, _ = envs.step(rng.integers(15, size=N))
+        rewards[t], dones[t + 1] = torch.from_numpy(reward), torch.from_numpy(terminated | truncated)
+    envs.close()
+    losses = {}
+    for script in (ppo_procgen, ppg_procgen):
+        normalized = script.RewardNormalizer(N, script.Args.reward_gamma)(rewards, dones[:-1])
+        returns = script.compute_gae(
+            normalized, torch.zeros((T + 1, N)), dones, script.Args.gamma, script.Args.gae_lambda
+        )
+        losses[script] = returns.square().mean().item() / 2
+    assert 0.55 < losses[ppo_procgen] < 0.9
+    assert losses[ppg_procgen] < 0.3
 
 
 # ---- records
 
 
-def test_tensorboard_shows_what_the_table_holds(run, script):
-    run_dir = run(script, num_steps=64, total_timesteps=4 * 64 * 4)
+def test_tensorboard_shows_what_the_table_holds(trained, script):
+    run_dir = trained(script, num_steps=64, total_timesteps=4 * 64 * 4)
     events = EventAccumulator(str(run_dir)).Reload()
     rows = read_rows(run_dir)
     assert list(rows[0]) == script.COLUMNS
@@ -332,22 +477,24 @@ def test_recorded_losses_are_means_over_all_updates(run, updates):
     rows = read_rows(run(total_timesteps=64, e_auxiliary=0, num_minibatches=4))
     for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "grad_norm"):
         assert float(rows[0][f"losses/{name}"]) == pytest.approx(
-            np.mean([stats[name] for *_, stats in updates]), rel=1e-5
+            np.mean([stats[name] for *_, stats in updates]), rel=1e-5, abs=1e-7
         )
 
 
-def test_speed_counts_the_whole_loop(run):
-    row = read_rows(run())[-1]
-    phases = sum(sum(float(row[f"time/{name}"]) for name in ppg_procgen.PHASES) for row in read_rows(run()))
-    assert phases > 0 and float(row["charts/SPS"]) == pytest.approx(256 / float(row["wall_time"]), rel=0.5)
-    assert float(row["wall_time"]) >= sum(float(row[f"time/{name}"]) for name in ppg_procgen.PHASES)
+def test_speed_counts_the_whole_loop(trained):
+    rows, before = read_rows(trained()), 0.0
+    for row in rows:
+        assert float(row["charts/SPS"]) == pytest.approx(float(row["global_step"]) / float(row["wall_time"]))
+        phases = [float(row[f"time/{name}"]) for name in ppg_procgen.PHASES]
+        assert min(phases) >= 0 and before + sum(phases) <= float(row["wall_time"]) + 1e-6
+        before = float(row["wall_time"])
+    assert float(rows[0]["time/aux_phase"]) < float(rows[1]["time/aux_phase"])
 
 
-def test_weights_and_biases_offline(tmp_path):
+def test_weights_and_biases_offline(command_line, tmp_path):
     pytest.importorskip("wandb")
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in TINY.items() if name != "cuda")
-    env = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
-    result = command_line(ppo_procgen, *flags.split(), "--track", "--run-dir", str(tmp_path / "run"), env=env)
+    flags = [*as_flags(CHEAP_PPO), "--track", f"--run-dir={tmp_path / 'run'}"]
+    result = command_line(ppo_procgen, *flags, WANDB_MODE="offline", WANDB_SILENT="true")
     assert result.returncode == 0, result.stderr
     (history,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
     assert history.read_bytes().count(b"losses/policy_loss") >= 4  # a record an iteration
@@ -357,27 +504,40 @@ def test_weights_and_biases_offline(tmp_path):
 
 
 def test_shared_definitions_are_the_same_word_for_word():
-    import ast
-
     def definitions(script):
         source = (ROOT / f"{script.__name__}.py").read_text()
         nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
         return {n.name: ast.get_source_segment(source, n) for n in nodes}
 
     ppg, ppo = definitions(ppg_procgen), definitions(ppo_procgen)
-    differ = {"Args", "Agent", "ppo_loss", "policy_phase_loss", "train"}
-    assert set(ppo) <= set(ppg)
-    assert set(ppg) - set(ppo) == {"normalized_init", "aux_loss", "auxiliary_phase_loss", "select_rollouts"}
-    assert {name for name in set(ppg) & set(ppo) if ppg[name] != ppo[name]} == differ
+    assert set(ppo) <= set(ppg) and set(ppg) - set(ppo) == {"normalized_init", "auxiliary_phase_loss"}
+    differ = (
+        "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent policy_phase_loss train RewardNormalizer speed_up "
+    )
+    differ += "Checkpoint check_args main"
+    assert {name for name in set(ppg) & set(ppo) if ppg[name] != ppo[name]} == set(differ.split())
 
 
-def test_inline_metadata_names_the_dependencies_of_the_project(script):
+def test_inline_metadata_allows_what_the_project_needs(script):
+    """Its requirements may have fewer bounds, as for Pythons that the project does not claim, but no other packages."""
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     source = (ROOT / f"{script.__name__}.py").read_text()
     header = "\n".join(line[2:] for line in source.split("# ///")[1].splitlines()[1:])
     inline, project = tomllib.loads(header), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert sorted(inline["dependencies"]) == sorted(project["dependencies"])
-    assert inline["requires-python"] == project["requires-python"]
+
+    def needed(requirements):
+        python = Version(".".join(map(str, sys.version_info[:3])))
+        parsed = [Requirement(text) for text in requirements]
+        return {
+            x.name: x.specifier for x in parsed if not x.marker or x.marker.evaluate({"python_version": str(python)})
+        }
+
+    inline, project = needed(inline["dependencies"]), needed(project["dependencies"])
+    assert {"torch", "numpy", "tyro", "tqdm", "tensorboard"} <= set(inline)
+    imported = {n.names[0].name.split(".")[0] for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import)}
+    assert imported - set(sys.stdlib_module_names) <= set(inline)
+    for name in set(inline) & set(project):
+        assert inline[name].contains(importlib.metadata.version(name)), name
 
 
 # ---- learning
@@ -387,12 +547,10 @@ class ProbeEnv:
     """Episodes of four steps of reward 1 whose step the observation shows; with choice, a reward only where the action
     tells black from white."""
 
-    choice = False
+    obs_shape, num_actions, choice = (64, 64, 3), 2, False
 
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         self.num_envs, self.random, self.t = num_envs, np.random.default_rng(seed), np.arange(num_envs) % 4
-        self.single_observation_space = ppg_procgen.gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-        self.single_action_space = ppg_procgen.gym.spaces.Discrete(2)
         self.draw()
 
     def draw(self):
@@ -404,14 +562,12 @@ class ProbeEnv:
     def reset(self):
         return self.obs, {}
 
-    def step_async(self, actions):
-        self.rewards = (actions == self.shade if self.choice else np.ones(self.num_envs)).astype(np.float32)
-
-    def step_wait(self):
+    def step(self, actions):
+        rewards = (actions == self.shade if self.choice else np.ones(self.num_envs)).astype(np.float32)
         self.t = (self.t + 1) % 4
         self.draw()
         ended = self.t == 0
-        return self.obs, self.rewards, ended, np.zeros_like(ended), {}
+        return self.obs, rewards, ended, np.zeros_like(ended), {}
 
     def close(self):
         pass
@@ -420,23 +576,28 @@ class ProbeEnv:
         return {}
 
 
+PROBE = {"num_envs": 8, "total_timesteps": 8 * 16 * 40, "learning_rate": 5e-3, "aux_learning_rate": 5e-3}
+PROBES = {"dual": (ppg_procgen, PROBE), "detach": (ppg_procgen, PROBE | {"arch": "detach"})}
+PROBES["ppo"] = ppo_procgen, {name: x for name, x in PROBE.items() if name != "aux_learning_rate"}
+
+
 def test_probe_the_value_function_learns_what_is_to_come(run, monkeypatch):
     monkeypatch.setattr(ppg_procgen, "ProcgenVectorEnv", ProbeEnv)
-    rows = read_rows(run(num_envs=8, total_timesteps=8 * 16 * 20, e_value=2, arch="dual"))
+    rows = read_rows(run(**PROBE, e_value=2))
     assert float(rows[-1]["charts/mean_return_100"]) == 4
-    assert float(rows[-1]["losses/explained_variance"]) > 0.8
+    assert float(rows[-1]["losses/explained_variance"]) > 0.9
 
 
-@pytest.mark.parametrize("arch", ["dual", "detach"])
-def test_probe_the_policy_learns_to_look(run, monkeypatch, arch):
+@pytest.mark.parametrize("script, flags", PROBES.values(), ids=PROBES)
+def test_probe_the_policy_learns_to_look(run, monkeypatch, script, flags):
     monkeypatch.setattr(ProbeEnv, "choice", True)
-    monkeypatch.setattr(ppg_procgen, "ProcgenVectorEnv", ProbeEnv)
-    rows = read_rows(run(num_envs=8, total_timesteps=8 * 16 * 20, arch=arch, reward_gamma=0.0))
+    monkeypatch.setattr(script, "ProcgenVectorEnv", ProbeEnv)
+    rows = read_rows(run(script, **flags, reward_gamma=0.0))
     assert float(rows[0]["charts/mean_return_100"]) < 3
     assert float(rows[-1]["charts/episodic_return"]) > 3.7  # of 4
 
 
-@pytest.mark.slow
+@pytest.mark.learning
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_learns_a_real_game(run, seed):
@@ -445,7 +606,7 @@ def test_learns_a_real_game(run, seed):
     torch.set_num_threads(os.cpu_count())
     flags = {"env_id": "starpilot", "num_levels": 1, "num_envs": 16, "num_steps": 64, "num_minibatches": 4}
     flags |= {"arch": "detach", "gamma": 0.99, "n_iteration": 16, "num_aux_rollouts": 4, "e_auxiliary": 2}
-    run_dir = run(**flags, aux_dtype="auto", seed=seed, total_timesteps=50_000)
+    run_dir = run(**flags, small=False, aux_dtype="auto", seed=seed, total_timesteps=50_000)
     torch.set_num_threads(threads)
     learned, random = float(read_rows(run_dir)[-1]["charts/mean_return_100"]), evaluate_random()
     print(f"random {random:.2f}, after 50,000 steps {learned:.2f}")
@@ -457,6 +618,6 @@ def evaluate_random():
 
     class Uniform(torch.nn.Linear):
         def forward(self, obs, value):
-            return (torch.zeros(len(obs), 15),)
+            return ppg_procgen.Outputs(torch.zeros(len(obs), 15), None, None)
 
-    return ppg_procgen.evaluate(Uniform(1, 1), envs, 1, 0, False).mean()
+    return ppg_procgen.evaluate(Uniform(1, 1), envs, 1).mean()

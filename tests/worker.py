@@ -1,34 +1,52 @@
-"""What test_distributed.py starts as a rank: `rank_worker.py SCRIPT OPTIONS FLAGS...` is `SCRIPT.py FLAGS...` with some
-functions replaced, as the JSON OPTIONS say."""
+"""A script in a process of its own, with some functions replaced: forked by conftest.py, or as a rank by torchrun with
+`worker.py SCRIPT OPTIONS FLAGS...`, OPTIONS in JSON."""
 
 import hashlib
 import importlib
 import itertools
 import json
 import os
+import runpy
 import signal
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import ppg_procgen  # noqa: E402
+import ppo_procgen  # noqa: E402, F401
+
+# what a run imports late, and the pictures that procgen loads for its first environment, so that forks have them
+torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
+ppg_procgen.ProcgenVectorEnv("coinrun", 1).close()
+
+
+class SmallCNN(nn.Module):
+    """Stands in for ImpalaCNN, which has tests of its own: a run takes a twentieth of the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8 * 8 * 3, 256)
+
+    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+        return self.dense(obs[:, ::8, ::8].flatten(1) / 255.0).relu()
 
 
 class ScriptedGames:
     """Game e of rank r is number r * N + e of the whole run, however many processes play it: what it shows depends on
     its number and the time, its rewards on what it shows and the action."""
 
-    rank = 0
+    obs_shape, num_actions, rank = (64, 64, 3), 15, 0
 
     def __init__(self, env_id: str, num_envs: int, mode: str, **options) -> None:
-        import gym
-
         self.num_envs, self.t = num_envs, 0
         self.numbers = self.rank * num_envs + np.arange(num_envs)
-        self.single_observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-        self.single_action_space = gym.spaces.Discrete(15)
 
     def observe(self) -> np.ndarray:
         return np.stack([np.random.default_rng([i, self.t]).integers(256, size=(64, 64, 3)) for i in self.numbers])
@@ -37,13 +55,11 @@ class ScriptedGames:
         self.obs = self.observe().astype(np.uint8)
         return self.obs, {}
 
-    def step_async(self, actions: np.ndarray) -> None:
-        self.rewards = ((self.obs[:, 0, 0, 0] + 37 * actions) % 11 / 3 - 1).astype(np.float32)
-
-    def step_wait(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+        rewards = ((self.obs[:, 0, 0, 0] + 37 * actions) % 11 / 3 - 1).astype(np.float32)
         self.t += 1
         done = (self.t + self.numbers) % 7 == 0
-        return self.reset()[0], self.rewards, done, np.zeros_like(done), {}
+        return self.reset()[0], rewards, done, np.zeros_like(done), {}
 
     def close(self) -> None:
         pass
@@ -73,22 +89,17 @@ def install_scripted(script, setattr, num_ranks: int, num_envs: int, rows: dict[
         if script.NUM_RANKS > 1:
             return torch.from_numpy(np.random.default_rng([call, script.RANK, 2]).permutation(n))
         n, parts = n // num_ranks, []
-        for rank in range(num_ranks):  # index row * num_envs + e of the rank, where row is a step or a slot
+        for rank in range(num_ranks):  # index row * num_envs + e of the rank, where row is a step or an iteration
             row, e = np.divmod(np.random.default_rng([call, rank, 2]).permutation(n), num_envs)
             parts.append((row * num_ranks * num_envs + rank * num_envs + e).reshape(rows[str(n)], -1))
         return torch.from_numpy(np.concatenate(parts, 1).flatten())
 
-    def normalized(self, *rollout):
-        return normalize(self, *rollout).astype(np.float64)
-
-    action_calls, permutation_calls, normalize = itertools.count(), itertools.count(), script.RewardNormalizer.__call__
-    games = type("Games", (ScriptedGames,), {"rank": script.RANK})
-    setattr(script, "ProcgenVectorEnv", games)
+    action_calls, permutation_calls = itertools.count(), itertools.count()
+    setattr(script, "ProcgenVectorEnv", type("Games", (ScriptedGames,), {"rank": script.RANK}))
     setattr(script, "sample_action", sample_action)
     setattr(torch, "randperm", randperm)
     # float64 from rewards to weights: in float32 what differs by rounding differs in the third digit ten updates later
     setattr(torch.Tensor, "float", torch.Tensor.double)
-    setattr(script.RewardNormalizer, "__call__", normalized)
     torch.set_default_dtype(torch.float64)
 
 
@@ -108,18 +119,18 @@ def install_recording(script, setattr, grads: bool) -> dict[str, list]:
     return record
 
 
-def install_kill(script, setattr, target: str, k: int, note: str) -> None:
-    """Kill this process at the k-th call of a function: step_wait of the games, or one of the script."""
+def install_kill(script, setattr, target: str, k: int, number: int = signal.SIGKILL) -> None:
+    """Signal this process at the k-th call of a function that the script sees under the name target."""
 
     def counting(*args, **kwargs):
         if next(calls) == k:
-            Path(note).touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
-    owner, calls = script.ProcgenVectorEnv if target == "step_wait" else script, itertools.count(1)
-    original = getattr(owner, target)
-    setattr(owner, target, counting)
+    path, _, name = target.rpartition(".")
+    owner, calls = attrgetter(path)(script) if path else script, itertools.count(1)
+    original = getattr(owner, name)
+    setattr(owner, name, counting)
 
 
 def install_poison(script, setattr, k: int) -> None:
@@ -134,22 +145,46 @@ def install_poison(script, setattr, k: int) -> None:
     setattr(script, "policy_phase_loss", loss)
 
 
-if __name__ == "__main__":
-    name, options = sys.argv[1], json.loads(sys.argv[2])
+def main(name: str, options: dict, flags: list[str]) -> None:
+    """SCRIPT.py FLAGS with what options replace; those of kill and poison are for one rank."""
     script, record = importlib.import_module(name), None
+    if "WORLD_SIZE" in os.environ:
+        importlib.reload(script)  # a forked process has read another environment
+    if options.get("small", True):
+        script.ImpalaCNN = SmallCNN
+    if "command" in options:
+        script.command = lambda *flags: options["command"]
     if "scripted" in options:
         install_scripted(script, setattr, **options["scripted"])
     if "record" in options:
         record = install_recording(script, setattr, "scripted" in options)
-    if options.get("kill", {}).get("rank") == script.RANK:
-        install_kill(script, setattr, **{k: v for k, v in options["kill"].items() if k != "rank"})
-    if options.get("poison", {}).get("rank") == script.RANK:
-        install_poison(script, setattr, options["poison"]["k"])
-    sys.argv = [f"{name}.py", *sys.argv[3:]]
+    for option, install in {"kill": install_kill, "poison": install_poison}.items():
+        values = dict(options.get(option, {"rank": -1}))
+        if values.pop("rank", 0) == script.RANK:
+            install(script, setattr, **values)
+    sys.argv = [sys.argv[0] if "TORCHELASTIC_RUN_ID" in os.environ else f"{name}.py", *flags]
     try:
         script.main(script.parse_args())
     except script.UsageError as error:
-        sys.exit(f"usage: {error}")
+        print(f"{name}.py: {error}", file=sys.stderr)
+        sys.exit(2)
     finally:
         if record:
             torch.save(record, f"{options['record']}{script.RANK}.pt")
+
+
+def begin(folder: Path, environment: dict[str, str], name: str, options: dict | None, flags: list[str]) -> None:
+    """A forked process, its output in files of the folder."""
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    for number, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if options is not None:
+        main(name, options, flags)
+    else:
+        sys.argv = [f"{name}.py", *flags]
+        runpy.run_path(f"{name}.py", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,182 @@
+"""Do the tests notice faults? Puts one at a time into a copy of ppg_procgen.py and runs the tests on it: first the file
+that should notice, then all the others. Prints the faults that no test notices; exit code 1 if there are any.
+
+    python tests/mutants.py                # all, an hour on 2 cores
+    python tests/mutants.py kl gae --first # those whose text has one of the words; only the file that should notice
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import procgen  # noqa: F401
+import pytest
+import torch
+import torch.utils.tensorboard  # noqa: F401
+import tyro  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# the file that should notice: (text of the script, the fault in its place). A text must occur once.
+MUTANTS = {
+    "algorithm": [
+        ("gamma * values[1:] * nonterminal - values[:-1]", "gamma * values[1:] - values[:-1]"),
+        ("gamma * values[1:] * nonterminal - values[:-1]", "gamma * values[1:] * nonterminal + values[:-1]"),
+        ("torch.zeros_like(rewards[0]), 1 - dones[1:]", "torch.zeros_like(rewards[0]), 1 - dones[:-1]"),
+        ("gamma * gae_lambda * nonterminal[t] * last_gae", "gamma * gae_lambda * last_gae"),
+        ("gamma * gae_lambda * nonterminal[t] * last_gae", "gae_lambda * nonterminal[t] * last_gae"),
+        ("pg_loss = -torch.min(", "pg_loss = torch.min("),
+        ("pg_loss = -torch.min(", "pg_loss = -torch.max("),
+        ("ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)", "ratio.clamp(1 - args.clip_coef, 1.2)"),
+        ("kl_k2 = 0.5 * logratio.square().mean()", "kl_k2 = logratio.square().mean()"),
+        ("= -logratio.mean(), (ratio - 1 - logratio).mean()", "= logratio.mean(), (ratio - 1 - logratio).mean()"),
+        ("(ratio - 1 - logratio).mean()", "(logratio.exp() - 1).mean()"),
+        ("pg_loss + args.kl_coef * kl_k2", "pg_loss - args.kl_coef * kl_k2"),
+        ('- args.ent_coef * stats["entropy"]', '+ args.ent_coef * stats["entropy"]'),
+        ('= -(new_logprobs.exp() * new_logprobs).sum(-1).mean()', '= -(new_logprobs.exp() * new_logprobs).mean()'),
+        ("args.vf_coef * errors.mean()", "0.5 * args.vf_coef * errors.mean()"),
+        ("errors = torch.max(errors,", "errors = torch.min(errors,"),
+        ("values + (new.values - values).clamp", "values.mean() + (new.values - values).clamp"),
+        ("(new.logits.log_softmax(-1), old_logprobs,", "(old_logprobs, new.logits.log_softmax(-1),"),
+        ('reduction="batchmean"', 'reduction="mean"'),
+        ("aux_value_loss + args.beta_clone * kl_loss + real", "aux_value_loss + kl_loss + real"),
+        ("aux_value_loss = 0.5 * (new.aux_values", "aux_value_loss = 0.5 * (new.values"),
+        ("real_value_loss = 0.5 * (new.values", "real_value_loss = 0.5 * (new.aux_values"),
+        ("    optimizer.zero_grad()", "    pass"),
+        ("(loss * share).backward()", "loss.backward()"),
+        ("value.detach() * share for", "value.detach() for"),
+        ("features = features.detach()", "features = features"),
+        ("logprobs = logits.log_softmax(-1)\n    actions", "logprobs = logits.log_softmax(0)\n    actions"),
+        (".exponential_(generator=generator).log()", ".exponential_(generator=generator)"),
+        (".mul_(1 - first).add_(reward)", ".add_(reward)"),
+        ("self.returns.mul_(self.gamma)", "self.returns.mul_(1.0)"),
+        (".clamp(-10, 10)", ".clamp(-100, 100)"),
+        ("self.totals[:, done] = 0", "self.totals[0, done] = 0"),
+        ("torch.cat([self.last_returns, returns])[-100:]", "torch.cat([returns, self.last_returns])[:100]"),
+        ("self.num_episodes += len(returns)", "self.num_episodes += min(len(returns), 1)"),
+        ("layer.weight *= scale / norms", "layer.weight *= scale"),
+        ("nn.Linear(32 * 8 * 8, 256), 1.4)", "nn.Linear(32 * 8 * 8, 256), 1.0)"),
+        ("return x + self.conv1(F.relu(self.conv0(F.relu(x))))", "return x + self.conv1(F.relu(self.conv0(x)))"),
+        (".permute(0, 3, 1, 2) / 255.0", ".permute(0, 3, 2, 1) / 255.0"),
+    ],
+    "training": [
+        ("values[T] = policy_agent(", "values[T] = 0 * policy_agent("),
+        ("returns = advantages + values[:-1]", "returns = advantages"),
+        ("returns = advantages + values[:-1]", "returns = advantages + values[1:]"),
+        ("(advantages - mean.item()) / (std.item() + 1e-8)", "advantages / (std.item() + 1e-8)"),
+        ("joint = args.e_policy == args.e_value", "joint = True"),
+        ("if epoch < args.e_value else", "if epoch < args.e_policy else"),
+        ("slot = (iteration - 1) % args.n_iteration * N", "slot = iteration % args.n_iteration * N"),
+        ("slot = (iteration - 1) % args.n_iteration * N", "slot = 0"),
+        ("+ N].copy_(obs.transpose(0, 1))", "+ N].copy_(obs.reshape(N, T, 64, 64, 3))"),
+        ("+ N].copy_(returns.transpose(0, 1))", "+ N] = returns.mean()"),
+        ("aux_agent(x.to(device, non_blocking=True), value", "aux_agent(x.to(device) * 0, value"),
+        ("aux_inds = torch.randperm(num_rows)", "aux_inds = torch.arange(num_rows)"),
+        ("b_inds = torch.randperm(args.batch_size, device=device)", "b_inds = torch.arange(args.batch_size)"),
+        ("aux_update = make_update(aux_optimizer,", "aux_update = make_update(optimizer,"),
+        ("value_update = make_update(value_optimizer,", "value_update = make_update(optimizer,"),
+        (".fill_(remaining * opt", ".fill_(opt"),
+        ("1 - (iteration - 1) / num_iterations if", "1 - (iteration - 1) % args.n_iteration / num_iterations if"),
+        ("dones[T] = next_done", "dones[T] = 0"),
+        ("reward_normalizer(all_rewards, all_dones[:-1])", "reward_normalizer(all_rewards, all_dones[1:])"),
+        ("episodes.update(all_rewards, all_dones[1:])", "episodes.update(all_rewards, all_dones[:-1])"),
+        ('row["losses/explained_variance"] = 1 - ', 'row["losses/explained_variance"] = '),
+        ("envs = make_envs(N, seed=rank_seed)", "envs = make_envs(N)"),
+        ('"rand_seed": seed,', '"rand_seed": 0,'),
+        ("    torch.manual_seed(args.seed)", "    torch.manual_seed(0)"),
+        ("iteration % (args.n_iteration * args.aux_interval) == 0", "True"),
+        ("aux_inds[: args.num_aux_minibatches or None]", "aux_inds[:None]"),
+        ("global_step = iteration * batch_size", "global_step = iteration * batch_size + 1"),
+        ("float(np.mean(x)) for name, x in stats", "float(x[-1]) for name, x in stats"),
+        ("nn.utils.clip_grad_norm_(params, max_grad_norm or math.inf)", "nn.utils.clip_grad_norm_(params, math.inf)"),
+        ("(self.batch_size * NUM_RANKS, 1)", "(self.batch_size * NUM_RANKS * 2, 1)"),
+        ("num_chunks = args.num_grad_accum or", "num_chunks ="),
+        ("if not args.resume and any(run_dir.iterdir()):", "if False:"),
+        ("        sys.exit(2)\n", "        sys.exit(1)\n"),
+    ],
+    "resume": [
+        ("torch.set_rng_state(own[\"rng\"])", "pass"),
+        ('self.envs.load_state_dict(own["envs"])', "pass"),
+        ("purge_step=self.step + 1", "purge_step=None"),
+        ("file.truncate(0)", "pass"),
+        ("temporary.unlink(missing_ok=True)\n\n\ndef load", "pass\n\n\ndef load"),
+        ("os.replace(temporary, path)\n    finally:\n        temporary.unlink(missing_ok=True)\n\n\ndef load",
+         "path.write_bytes(buffer.getvalue())\n    finally:\n        temporary.unlink(missing_ok=True)\n\n\ndef load"),
+        ("if zipfile.ZipFile(data).testzip():", "if False:"),
+        ("weights_only=True)", "weights_only=False)"),
+        ("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
+        ("    sys.exit(code)", "    sys.exit(1)"),
+        ('128 + number)', '0)'),
+        ('"episodes": episodes, "rewards"', '"rewards"'),
+        (', "rewards": reward_normalizer}', "}"),
+        ("if not np.isfinite(tables).all():", "if False:"),
+        ("and not args.anneal_lr:", ":"),
+        ("for name in names - MAY_CHANGE", "for name in set()"),
+    ],
+    "evaluation": [
+        ("returns[playing] += rewards[playing]", "returns += rewards"),
+        ("playing = playing[~(terminated | truncated)[playing]]", "playing = playing[~truncated[playing]][:-1]"),
+        ('envs.load_state_dict(self.starts[split])', "pass"),
+        ("logits.argmax(-1) if greedy", "logits.argmin(-1) if greedy"),
+        ("end_level = args.start_level + args.num_levels if", "end_level = args.start_level if"),
+        ("generator = torch.Generator(device).manual_seed(seed)", "generator = None"),
+        ("returns.std(ddof=1) / math.sqrt(returns.size)", "-returns.std(ddof=1)"),
+    ],
+    "distributed": [
+        ("means = (flat / NUM_RANKS)", "means = flat"),
+        ("    average_grads(params)", "    pass"),
+        ("own = slice(RANK * N, (RANK + 1) * N)", "own = slice(0, N)"),
+        ("        torch.manual_seed(rank_seed)", "        pass"),
+        ("np.random.SeedSequence([args.seed, RANK])", "np.random.SeedSequence([args.seed])"),
+    ],
+}  # fmt: skip
+
+
+def notices(source: str, files: list[str]) -> bool:
+    """Whether a test in these files fails on a copy of the repository with this ppg_procgen.py. The test that compares
+    the two scripts word for word is left out: it would notice anything."""
+    with tempfile.TemporaryDirectory() as folder:
+        ignored = shutil.ignore_patterns(".git", "runs", "sweeps")
+        copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
+        (copy / "ppg_procgen.py").write_text(source)
+        if (pid := os.fork()) == 0:  # it has imported torch, but none of our files
+            os.chdir(copy)
+            sys.path.insert(0, str(copy))
+            output = os.open(copy / "output", os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1), os.dup2(output, 2)
+            os._exit(pytest.main(["-x", "-q", "-k", "not word_for_word", *files]))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code not in (0, 1):
+            raise RuntimeError((copy / "output").read_text()[-2000:])
+        return code == 1
+
+
+def main(words: list[str], first_only: bool) -> int:
+    source, survivors, number = (ROOT / "ppg_procgen.py").read_text(), [], 0
+    chosen = [(name, *mutant) for name, mutants in MUTANTS.items() for mutant in mutants]
+    for name, old, new in chosen:
+        if words and not any(word in f"{name} {old} {new}" for word in words):
+            continue
+        number, files = number + 1, [f"tests/test_{name}.py"]
+        others = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
+        others = [] if first_only else [file for file in others if file not in files]
+        if source.count(old) != 1:
+            outcome = f"occurs {source.count(old)} times"
+        elif notices(mutated := source.replace(old, new), files) or (others and notices(mutated, others)):
+            outcome = ""
+        else:
+            outcome = "survives"
+        print(f"{outcome or 'noticed':9} | {name:11} | {old!r} -> {new!r}", flush=True)
+        survivors += [(outcome, old, new)] if outcome else []
+    print(f"{len(survivors)} of {number} faults were not noticed")
+    for outcome, old, new in survivors:
+        print(f"  {outcome}: {old!r} -> {new!r}")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # as conftest.py does for processes that import torch later
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])  # imports what Adam needs
+    sys.exit(main([word for word in sys.argv[1:] if word != "--first"], "--first" in sys.argv))
