@@ -365,7 +365,7 @@ def test_the_commands_of_the_scripts_are_good(name, tiny, tmp_path, monkeypatch)
     commands = [shlex.split(line) for line in result.stdout.splitlines() if not line.startswith("#")]
     assert len(commands) == RUNS[name]
     for python, script, *flags in commands:
-        assert python == "python"
+        assert python == "python3"
         args = tyro.cli(importlib.import_module(Path(script).stem).Args, args=flags)
         assert (args.total_timesteps == 256) == (tiny == "1")
 

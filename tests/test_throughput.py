@@ -128,7 +128,11 @@ def test_floor(tmp_path, scripts):
     assert slow["times_floor"] == pytest.approx((24 / 128) / ((8 * 180e6 + 3 * 61e6) / 1e12))
     assert slow["warm_up_seconds"] == 126
     fast = throughput.measure(tmp_path, args, MACHINE | {"flop_per_second": 1e15}, None)  # bound by traffic
-    assert fast["times_floor"] == pytest.approx((24 / 128) / (8 * 4.4e6 / 1e12)) and "warm_up_seconds" not in fast
+    assert fast["times_floor"] == pytest.approx((24 / 128) / (8 * 10.2e6 / 1e12)) and "warm_up_seconds" not in fast
+    path = next(tmp_path.rglob("args.json"))  # with the 6 passes of the auxiliary phase in bfloat16
+    path.write_text(path.read_text().replace('"arch"', '"aux_dtype": "bfloat16", "arch"'))
+    fast = throughput.measure(tmp_path, args, MACHINE | {"flop_per_second": 1e15}, None)
+    assert fast["times_floor"] == pytest.approx((24 / 128) / ((2 * 10.2e6 + 6 * 5.1e6) / 1e12))
 
 
 @pytest.mark.parametrize(
