@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import worker
 from conftest import TINY_PPG, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +29,7 @@ def recipe(tmp_path, title):
     module = importlib.util.module_from_spec(spec)
     sys.modules["my_ppg"] = module
     spec.loader.exec_module(module)
+    module.ImpalaCNN = worker.SmallCNN
     return module
 
 
