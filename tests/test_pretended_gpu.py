@@ -30,9 +30,8 @@ def pretended(tmp_path):
         env = os.environ | {"SHOW_CONV": "1"} | environment
         process = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
         counts = re.findall(r"\[fakecuda\] end: (.*)", process.stderr)
-        process.counts = (
-            {name: int(n) for name, n in re.findall(r"([a-z0-9 ]+?) (\d+)(?=,)", counts[-1])} if counts else {}
-        )
+        pairs = re.findall(r"([a-z0-9 ]+?) (\d+)(?=,)", counts[-1]) if counts else []
+        process.counts = {name.strip(): int(number) for name, number in pairs}
         return process
 
     return run
@@ -41,7 +40,7 @@ def pretended(tmp_path):
 @pytest.mark.parametrize("compiled", ["--no-compile", "--compile"])
 @pytest.mark.parametrize("script", [PPG, PPG + " --arch detach", PPO], ids=["dual", "detach", "ppo"])
 def test_runs_and_resumes_without_a_violation(pretended, tmp_path, script, compiled):
-    process = pretended(f"{script} {compiled} --total-timesteps 512")
+    process = pretended(f"{script} {compiled} --total-timesteps 256")
     assert process.returncode == 0, process.stderr[-2000:]
     assert process.counts["violations"] == 0
     convolutions = re.findall(
@@ -49,20 +48,20 @@ def test_runs_and_resumes_without_a_violation(pretended, tmp_path, script, compi
     )
     assert convolutions  # the stride of the channels is 1: channels_last
     assert all(int(strides[5]) == 1 for strides in convolutions)
-    process = pretended(f"{script.split()[0]} --resume {tmp_path / 'run'} --total-timesteps 640")
+    process = pretended(f"{script.split()[0]} --resume {tmp_path / 'run'} --total-timesteps 384")
     assert process.returncode == 0 and process.counts["violations"] == 0, process.stderr[-2000:]
 
 
 def test_the_host_waits_once_a_rollout_step_and_not_in_updates(pretended):
     """Runs that differ by one phase of 2 iterations of 16 steps."""
-    counts = [pretended(f"{PPG} --no-compile --total-timesteps {steps}").counts for steps in (512, 640)]
+    counts = [pretended(f"{PPG} --no-compile --total-timesteps {steps}").counts for steps in (256, 384)]
     assert counts[1]["syncs"] - counts[0]["syncs"] <= 2 * (16 + 8) + 10
 
 
 def test_a_full_gpu_ends_with_advice(pretended):
-    process = pretended(f"{PPG} --no-compile --total-timesteps 512 --num-steps 256", FAKE_LIMIT_GB="0.3")
+    process = pretended(f"{PPG} --no-compile --total-timesteps 4096 --num-steps 256", FAKE_LIMIT_GB="0.3")
     assert process.returncode == 1
-    assert "stopped: out of GPU memory" in process.stderr and "--num-grad-accum" in process.stderr
+    assert "stopped: OutOfMemoryError" in process.stderr and "--num-grad-accum" in process.stderr
 
 
 def test_two_ranks(pretended, tmp_path):
