@@ -16,7 +16,7 @@
 
 Sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). Look things up in 5 to 9.
 Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions; N_pi, E_pi, E_V, E_aux, beta_clone as in
-the paper. [PPG-k] marks what PPG does and PPO does not; README.md lists the six with their sources.
+the paper. [PPG-k] marks what PPG does and PPO does not; benchmark/GUIDE.md lists the six with their sources.
 Departures from openai/phasic-policy-gradient: the auxiliary phase in bfloat16, the rest in TF32, where hardware has it
 (not with --aux-dtype float32 --no-tf32); 64 environments on easy levels, not 4 x 64 on hard ones.
 """
@@ -730,7 +730,7 @@ class Logger:
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, self.step)
         text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | "
-        text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items())
+        text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items() if x >= 0.05)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             done, eta = self.step / self.bar.total, tqdm.format_interval((self.bar.total - self.step) / speed)

@@ -622,7 +622,7 @@ class Logger:
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, self.step)
         text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | "
-        text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items())
+        text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items() if x >= 0.05)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             done, eta = self.step / self.bar.total, tqdm.format_interval((self.bar.total - self.step) / speed)
