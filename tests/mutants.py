@@ -68,7 +68,7 @@ MUTANTS = {
         ("(advantages - mean.item()) / (std.item() + 1e-8)", "advantages / (std.item() + 1e-8)"),
         ("joint = args.e_policy == args.e_value", "joint = True"),
         ("if epoch < args.e_value else", "if epoch < args.e_policy else"),
-        ("slot = (iteration - 1) % args.n_iteration * N", "slot = iteration % args.n_iteration * N"),
+        ("slot = (iteration - 1) % args.n_iteration * N", "slot = (iteration - 2) * N"),
         ("slot = (iteration - 1) % args.n_iteration * N", "slot = 0"),
         ("+ N].copy_(obs.transpose(0, 1))", "+ N].copy_(obs.reshape(N, T, 64, 64, 3))"),
         ("+ N].copy_(returns.transpose(0, 1))", "+ N] = returns.mean()"),

@@ -177,6 +177,9 @@ def test_value_epochs_come_first_with_their_own_optimizer(run, updates):
     updates.clear()
     run(total_timesteps=64, e_value=2, e_policy=2, e_auxiliary=0)
     assert all({"value_loss", "policy_loss"} <= names for _, names, _, _ in updates) and len(updates) == 4
+    # each epoch shuffles the samples anew, and has each of them once
+    epochs = [torch.cat([minibatch["logprobs"] for *_, minibatch, _ in updates[i : i + 2]]) for i in (0, 2)]
+    assert not torch.equal(*epochs) and torch.equal(epochs[0].sort()[0], epochs[1].sort()[0])
 
 
 @pytest.mark.parametrize("single", [False, True])
