@@ -55,6 +55,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- 1 Arguments -----------------------------------------------------------------------------------------------------
+NUM_CORES = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this job, for each rank
 _games = "bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja"
 Game = Literal[tuple(f"{_games} plunder starpilot".split())]
 
@@ -86,7 +87,7 @@ class Args:
     num_levels: int = 0  # number of training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: parallel environments, of each rank
-    env_threads: int = 0 if (os.cpu_count() or 1) <= 2 else min(12, os.cpu_count() * 3 // 4)  # 0: step in main thread
+    env_threads: int = 0 if NUM_CORES <= 2 else min(12, NUM_CORES * 3 // 4)  # procgen's threads; 0: step in main thread
 
     # policy phase
     num_steps: int = 256  # T: steps of each environment in a rollout
@@ -98,7 +99,9 @@ class Args:
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
     num_grad_accum: int = 0  # chunks to run a minibatch in: same step, less memory; 0: chunks of 512 on a CPU, else one
     e_policy: int = 1  # E_pi: policy epochs of an iteration
-    e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1  # E_V: value epochs; if not E_pi: first, own Adam
+    e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = (
+        1  # E_V: value epochs, before the policy's if not E_pi
+    )
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
     kl_coef: float = 0.0  # beta_pi: weight of KL[pi_old, pi]; the paper's KL variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # c: weight of the entropy bonus
@@ -210,13 +213,17 @@ class Agent(nn.Module):
             self.value_encoder = ImpalaCNN()
         self.value_head = normalized_init(nn.Linear(256, 1), 0.1)
 
-    def forward(self, obs: torch.Tensor, policy: bool = True, value: bool = True) -> Outputs:
-        """obs: uint8 (B, 64, 64, 3). policy asks for logits and auxiliary values, value for values."""
+    def forward(self, obs: torch.Tensor, policy: bool = True, value: bool = True, aux: bool = False) -> Outputs:
+        """obs: uint8 (B, 64, 64, 3). policy asks for logits, value for values, aux for auxiliary values."""
         logits = values = aux_values = None
-        if policy or self.arch != "dual":
+        if policy or aux or self.arch != "dual":
             features = self.policy_encoder(obs)
         if policy:
-            logits, aux_values = self.policy_head(features), self.aux_value_head(features).squeeze(-1)
+            logits = self.policy_head(features)
+        if (
+            aux
+        ):  # only when asked: compiled, an unused output gets zero gradients, and Adam's momentum would move the head
+            aux_values = self.aux_value_head(features).squeeze(-1)
         if value:
             if self.arch == "dual":
                 features = self.value_encoder(obs)
@@ -267,7 +274,7 @@ def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, 
 def auxiliary_phase_loss(agent, args, obs, old_logprobs, returns):
     """L_joint + L_value over a minibatch of full rollouts, and statistics to log. old_logprobs: (B, A), log pi_old(.|o)
     from the start of the phase. returns: (B,), the targets of the policy phase."""
-    new = agent(obs)
+    new = agent(obs, aux=True)
     kl_loss = F.kl_div(new.logits.log_softmax(-1), old_logprobs, log_target=True, reduction="batchmean")
     aux_value_loss = 0.5 * (new.aux_values - returns).square().mean()
     real_value_loss = 0.5 * (new.values - returns).square().mean()
@@ -338,7 +345,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     def make_update(opt: torch.optim.Optimizer, loss_fn: Callable, num_chunks: int) -> Callable:
         return graphed(partial(update, opt, loss_fn, num_chunks, args.max_grad_norm))
 
-    chunk_size = 2**31 if device.type == "cuda" else 512  # on a CPU more costs gigabytes and brings no speed
+    chunk_size = 2**31 if device.type == "cuda" else 512  # larger chunks on a CPU take gigabytes and are no faster
     num_chunks = args.num_grad_accum or math.ceil(args.minibatch_size / chunk_size)
     num_aux_chunks = args.num_aux_grad_accum or math.ceil(args.num_aux_rollouts * T / chunk_size)
     joint_loss = partial(policy_phase_loss, policy_agent, args)
@@ -626,11 +633,11 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
     def stop(number: int, _) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
-    if NUM_RANKS > 1:  # after Adam has imported torch._dynamo: later it would keep gloo's threads, which abort at exit
+    if NUM_RANKS > 1:  # after Adam: it imports torch._dynamo, which would keep the group's threads; they abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
-        # after an error NCCL would wait for CUDA graphs that are still held
+        # after an error the traceback still holds CUDA graphs, and destroy_process_group would wait for them
         cleanup.push(lambda error, *_: None if error and device.type == "cuda" else dist.destroy_process_group())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # after init: rendezvous blocks Python's handlers
         cleanup.callback(signal.signal, number, signal.signal(number, stop))
@@ -754,10 +761,10 @@ class Checkpoint:
         self.envs, self.logger, self.parts, self.cuda = envs, logger, parts, device if device.type == "cuda" else None
 
     def save(self, iteration: int, finished: bool = False, in_phase: bool = False) -> None:
-        """in_phase: the buffer is not saved, so the run can be extended from the end of the phase before only."""
-        own = {"envs": self.envs.state_dict(), "rng": torch.get_rng_state()}
-        own["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
-        state = {"about": self.about, "iteration": iteration, "finished": finished, "ranks": gather(own)}
+        """in_phase: keep the checkpoint of the last phase's end, because the buffer is not saved."""
+        rank_state = {"envs": self.envs.state_dict(), "rng": torch.get_rng_state()}
+        rank_state["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
+        state = {"about": self.about, "iteration": iteration, "finished": finished, "ranks": gather(rank_state)}
         if RANK == 0:
             state |= {name: part.state_dict() for name, part in (self.parts | {"logger": self.logger}).items()}
             save_atomically(self.path.with_name("agent.pt"), {name: x.cpu() for name, x in state["agent"].items()})
@@ -770,11 +777,11 @@ class Checkpoint:
             if isinstance(part, torch.optim.Optimizer):  # Adam restores both as saved, perhaps on another device
                 lr = part.param_groups[0]["lr"].to(self.cuda or "cpu")
                 part.param_groups[0] |= {"lr": lr, "capturable": self.cuda is not None}
-        own = state["ranks"][RANK]
-        self.envs.load_state_dict(own["envs"])
-        torch.set_rng_state(own["rng"])
-        if self.cuda and own["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(own["cuda_rng"], self.cuda)
+        rank_state = state["ranks"][RANK]
+        self.envs.load_state_dict(rank_state["envs"])
+        torch.set_rng_state(rank_state["rng"])
+        if self.cuda and rank_state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(rank_state["cuda_rng"], self.cuda)
 
 
 def save_atomically(path: Path, state: dict) -> None:
@@ -832,7 +839,9 @@ def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = l
     generator = torch.Generator(device).manual_seed(seed)
     returns, playing, (obs, _) = np.zeros(envs.num_envs), np.arange(envs.num_envs), envs.reset()
     while len(playing):
-        seen = playing if device.type == "cpu" else np.arange(envs.num_envs)  # cuDNN searches anew for each batch size
+        seen = (
+            playing if device.type == "cpu" else np.arange(envs.num_envs)
+        )  # a new batch size makes cuDNN benchmark again
         logits = agent(torch.from_numpy(obs[seen]).to(device), value=False).logits
         actions = np.zeros(envs.num_envs, np.int64)
         actions[seen] = (logits.argmax(-1) if greedy else sample_action(logits, generator)[0]).cpu().numpy()
@@ -854,6 +863,10 @@ def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = F
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # gym3 pins a version whose import warns
             ffmpeg = importlib.import_module("imageio_ffmpeg")
+        try:
+            ffmpeg.get_ffmpeg_exe()
+        except RuntimeError as error:  # no such program
+            raise OSError(error) from None
         mp4 = ffmpeg.write_frames(str(temporary), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: as a person plays
         with contextlib.closing(mp4):
             mp4.send(None)
@@ -871,12 +884,13 @@ class Evaluator:
 
     def __init__(self, args: Args, make_envs: Callable) -> None:
         self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed
-        if RANK == 0 and (args.eval_interval > 0 or args.capture_video):
-            end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
-            unseen = {"start_level": end_level, "num_levels": NUM_LEVELS - end_level, "seed": seed}
+        end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
+        unseen = {"start_level": end_level, "num_levels": NUM_LEVELS - end_level, "seed": seed}
+        if RANK == 0 and args.eval_interval > 0:
             self.envs["test"] = make_envs(args.eval_episodes, **unseen)
             self.envs |= {"train": make_envs(args.eval_episodes, seed=seed)} if args.num_levels > 0 else {}
-            self.envs |= {"video": make_envs(4, **unseen, render=True)} if args.capture_video else {}
+        if RANK == 0 and args.capture_video:
+            self.envs["video"] = make_envs(4, **unseen, render=True)
         self.starts = {split: envs.state_dict() for split, envs in self.envs.items()}
 
     def __call__(self, agent: nn.Module, iteration: int, step: int) -> dict[str, float]:
@@ -906,7 +920,7 @@ if NUM_RANKS > 1:  # the words of torchrun's own command line before the script
 
 
 def check_args(args: Args) -> None:
-    """UsageError for what cannot run, before any environment or GPU is touched."""
+    """UsageError for what cannot run, before any environment is made."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:
@@ -937,6 +951,7 @@ def check_args(args: Args) -> None:
     require(number <= size, f"num_aux_minibatches take {number} rollouts, but the buffer has {size}")
     require(not args.single_optimizer or args.aux_learning_rate == args.learning_rate, "one optimizer has one rate")
     gpu = args.cuda and torch.cuda.is_available()
+    require(not gpu or LOCAL_RANK < torch.cuda.device_count(), "there are more ranks than GPUs on this machine")
     require(gpu or args.aux_device != "cuda", "aux_device: there is no GPU in use")
     size = ((size + args.num_envs) * args.num_steps * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9

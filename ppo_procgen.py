@@ -20,7 +20,7 @@ look things up: environment, speed and ranks, records and checkpoints, evaluatio
 
 Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions.
 
-Departures from openai/train-procgen, with the flag that takes each back:
+Departures from openai/train-procgen, with its flag, if there is one:
 - TF32, where hardware has it                                             --no-tf32
 - torch's Adam adds epsilon after the bias correction, TensorFlow's before it
 """
@@ -59,6 +59,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- 1 Arguments -----------------------------------------------------------------------------------------------------
+NUM_CORES = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this job, for each rank
 _games = "bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja"
 Game = Literal[tuple(f"{_games} plunder starpilot".split())]
 
@@ -90,7 +91,7 @@ class Args:
     num_levels: int = 0  # number of training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: parallel environments, of each rank
-    env_threads: int = 0 if (os.cpu_count() or 1) <= 2 else min(12, os.cpu_count() * 3 // 4)  # 0: step in main thread
+    env_threads: int = 0 if NUM_CORES <= 2 else min(12, NUM_CORES * 3 // 4)  # procgen's threads; 0: step in main thread
 
     # optimisation
     num_steps: int = 256  # T: steps of each environment in a rollout
@@ -275,7 +276,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         return {"actions": actions, "logprobs": logprobs, "values": outputs.values}
 
     # The update is one optimizer step on a minibatch, and on a GPU one CUDA graph
-    chunk_size = 2**31 if device.type == "cuda" else 512  # on a CPU more costs gigabytes and brings no speed
+    chunk_size = 2**31 if device.type == "cuda" else 512  # larger chunks on a CPU take gigabytes and are no faster
     num_chunks = args.num_grad_accum or math.ceil(args.minibatch_size / chunk_size)
     mb_update = graphed(
         partial(update, optimizer, partial(policy_phase_loss, policy_agent, args), num_chunks, args.max_grad_norm)
@@ -344,7 +345,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
                 mb = {name: x[mb_inds] for name, x in batch.items()}
                 mb["advantages"] = (mb["advantages"] - mean) / (std + 1e-8)
                 updates.append(mb_update(**mb))
-            fetch_stats(updates, "losses/", f"policy phase {where}", stats)
+            fetch_stats(updates, "losses/", f"update {where}", stats)
         clock.append(time.time())
 
         # Log, evaluate, save
@@ -519,11 +520,11 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
     def stop(number: int, _) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
-    if NUM_RANKS > 1:  # after Adam has imported torch._dynamo: later it would keep gloo's threads, which abort at exit
+    if NUM_RANKS > 1:  # after Adam: it imports torch._dynamo, which would keep the group's threads; they abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
-        # after an error NCCL would wait for CUDA graphs that are still held
+        # after an error the traceback still holds CUDA graphs, and destroy_process_group would wait for them
         cleanup.push(lambda error, *_: None if error and device.type == "cuda" else dist.destroy_process_group())
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # after init: rendezvous blocks Python's handlers
         cleanup.callback(signal.signal, number, signal.signal(number, stop))
@@ -646,9 +647,9 @@ class Checkpoint:
         self.envs, self.logger, self.parts, self.cuda = envs, logger, parts, device if device.type == "cuda" else None
 
     def save(self, iteration: int, finished: bool = False) -> None:
-        own = {"envs": self.envs.state_dict(), "rng": torch.get_rng_state()}
-        own["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
-        state = {"about": self.about, "iteration": iteration, "finished": finished, "ranks": gather(own)}
+        rank_state = {"envs": self.envs.state_dict(), "rng": torch.get_rng_state()}
+        rank_state["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
+        state = {"about": self.about, "iteration": iteration, "finished": finished, "ranks": gather(rank_state)}
         if RANK == 0:
             state |= {name: part.state_dict() for name, part in (self.parts | {"logger": self.logger}).items()}
             save_atomically(self.path.with_name("agent.pt"), {name: x.cpu() for name, x in state["agent"].items()})
@@ -661,11 +662,11 @@ class Checkpoint:
             if isinstance(part, torch.optim.Optimizer):  # Adam restores both as saved, perhaps on another device
                 lr = part.param_groups[0]["lr"].to(self.cuda or "cpu")
                 part.param_groups[0] |= {"lr": lr, "capturable": self.cuda is not None}
-        own = state["ranks"][RANK]
-        self.envs.load_state_dict(own["envs"])
-        torch.set_rng_state(own["rng"])
-        if self.cuda and own["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(own["cuda_rng"], self.cuda)
+        rank_state = state["ranks"][RANK]
+        self.envs.load_state_dict(rank_state["envs"])
+        torch.set_rng_state(rank_state["rng"])
+        if self.cuda and rank_state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(rank_state["cuda_rng"], self.cuda)
 
 
 def save_atomically(path: Path, state: dict) -> None:
@@ -723,7 +724,9 @@ def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = l
     generator = torch.Generator(device).manual_seed(seed)
     returns, playing, (obs, _) = np.zeros(envs.num_envs), np.arange(envs.num_envs), envs.reset()
     while len(playing):
-        seen = playing if device.type == "cpu" else np.arange(envs.num_envs)  # cuDNN searches anew for each batch size
+        seen = (
+            playing if device.type == "cpu" else np.arange(envs.num_envs)
+        )  # a new batch size makes cuDNN benchmark again
         logits = agent(torch.from_numpy(obs[seen]).to(device), value=False).logits
         actions = np.zeros(envs.num_envs, np.int64)
         actions[seen] = (logits.argmax(-1) if greedy else sample_action(logits, generator)[0]).cpu().numpy()
@@ -745,6 +748,10 @@ def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = F
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # gym3 pins a version whose import warns
             ffmpeg = importlib.import_module("imageio_ffmpeg")
+        try:
+            ffmpeg.get_ffmpeg_exe()
+        except RuntimeError as error:  # no such program
+            raise OSError(error) from None
         mp4 = ffmpeg.write_frames(str(temporary), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: as a person plays
         with contextlib.closing(mp4):
             mp4.send(None)
@@ -762,12 +769,13 @@ class Evaluator:
 
     def __init__(self, args: Args, make_envs: Callable) -> None:
         self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed
-        if RANK == 0 and (args.eval_interval > 0 or args.capture_video):
-            end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
-            unseen = {"start_level": end_level, "num_levels": NUM_LEVELS - end_level, "seed": seed}
+        end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
+        unseen = {"start_level": end_level, "num_levels": NUM_LEVELS - end_level, "seed": seed}
+        if RANK == 0 and args.eval_interval > 0:
             self.envs["test"] = make_envs(args.eval_episodes, **unseen)
             self.envs |= {"train": make_envs(args.eval_episodes, seed=seed)} if args.num_levels > 0 else {}
-            self.envs |= {"video": make_envs(4, **unseen, render=True)} if args.capture_video else {}
+        if RANK == 0 and args.capture_video:
+            self.envs["video"] = make_envs(4, **unseen, render=True)
         self.starts = {split: envs.state_dict() for split, envs in self.envs.items()}
 
     def __call__(self, agent: nn.Module, iteration: int, step: int) -> dict[str, float]:
@@ -797,7 +805,7 @@ if NUM_RANKS > 1:  # the words of torchrun's own command line before the script
 
 
 def check_args(args: Args) -> None:
-    """UsageError for what cannot run, before any environment or GPU is touched."""
+    """UsageError for what cannot run, before any environment is made."""
 
     def require(condition: bool, message: str) -> None:
         if not condition:
@@ -822,6 +830,7 @@ def check_args(args: Args) -> None:
     require(size % number == 0, f"num_minibatches ({number}) must divide num_envs * num_steps ({size})")
     require(args.num_iterations > 0, f"total_timesteps is less than an iteration of {size * NUM_RANKS} steps")
     gpu = args.cuda and torch.cuda.is_available()
+    require(not gpu or LOCAL_RANK < torch.cuda.device_count(), "there are more ranks than GPUs on this machine")
     size = (size * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if gpu else 0

@@ -106,8 +106,8 @@ class Policy:
     def __init__(self, outputs):
         self.outputs = {name: torch.tensor(x, requires_grad=True) for name, x in outputs.items()}
 
-    def __call__(self, obs, policy=True, value=True):
-        asked = {"logits": policy, "values": value, "aux_values": policy}
+    def __call__(self, obs, policy=True, value=True, aux=False):
+        asked = {"logits": policy, "values": value, "aux_values": aux}
         return SimpleNamespace(**{name: x if asked[name] else None for name, x in self.outputs.items()})
 
 
@@ -284,7 +284,8 @@ def test_which_loss_trains_which_parameters(arch):
 
     encoder = {"dual": {"value_encoder"}, "detach": set(), "shared": {"policy_encoder"}}[arch]
     assert trained(agent(obs).logits) == {"policy_encoder", "policy_head"}
-    assert trained(agent(obs).aux_values) == {"policy_encoder", "aux_value_head"}
+    assert agent(obs).aux_values is None
+    assert trained(agent(obs, aux=True).aux_values) == {"policy_encoder", "aux_value_head"}
     assert trained(agent(obs).values) == {"value_head"} | encoder
     logits, values, _ = agent(obs)
     torch.testing.assert_close(agent(obs, policy=False).values, values)  # what is left out changes nothing

@@ -109,6 +109,16 @@ def test_fast_and_plain_path_agree_over_20_updates(device, arch, phase):
 
 
 @pytest.mark.parametrize("arch", ["dual", "detach"])
+def test_a_policy_update_leaves_the_auxiliary_head_alone(device, arch):
+    """Compiled, an unused output would get gradients of zero, and a shared Adam's momentum would move the head."""
+    agent, forward, update = build(device, arch, "policy", fast=True)
+    before = agent.aux_value_head.weight.clone()
+    for minibatch in make_minibatches(device, forward, "policy", 2):
+        update(**minibatch)
+        assert agent.aux_value_head.weight.grad is None and torch.equal(agent.aux_value_head.weight, before)
+
+
+@pytest.mark.parametrize("arch", ["dual", "detach"])
 def test_auxiliary_phase_in_bfloat16_stays_close(device, arch):
     """bfloat16 keeps 8 bits. Without its rounding the paths agree to 1e-5, so what is left is its rounding."""
     plain = losses(device, arch, "auxiliary", fast=False)
@@ -155,7 +165,7 @@ def test_convolutions_see_channels_last_only(device, arch, dtype):
 
     obs = torch.randint(0, 256, (4, 64, 64, 3), dtype=torch.uint8, device=device)
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == "bfloat16", cache_enabled=False), Watch():
-        sum(x.float().square().mean() for x in agent(obs)).backward()
+        sum(x.float().square().mean() for x in agent(obs, aux=True)).backward()
     number = 15 * (2 if arch == "dual" else 1)
     for name, fewest in (("convolution", 3), ("convolution_backward", 4)):  # inputs, weights, outputs, gradients
         found = [(holds, count) for found_name, holds, count in seen if found_name == name]
@@ -165,7 +175,8 @@ def test_convolutions_see_channels_last_only(device, arch, dtype):
 def test_gradients_lie_in_memory_as_the_weights_do(device):
     """Which fused Adam insists upon on a GPU, and takes for granted on a CPU."""
     agent, forward, _ = build(device, "dual", "policy", fast=True)
-    sum(x.square().mean() for x in forward(torch.zeros((4, 64, 64, 3), dtype=torch.uint8, device=device))).backward()
+    obs = torch.zeros((4, 64, 64, 3), dtype=torch.uint8, device=device)
+    sum(x.square().mean() for x in forward(obs, aux=True)).backward()
     assert all(x.stride() == x.grad.stride() for x in agent.parameters())
     assert any(x.is_contiguous(memory_format=torch.channels_last) for x in agent.parameters() if x.dim() == 4)
 

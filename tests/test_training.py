@@ -149,7 +149,7 @@ def test_the_auxiliary_phase_trains_the_policy_encoder_but_keeps_the_policy(run)
         agents[-1].load_state_dict(torch.load(run_dir / "agent.pt", weights_only=True))
     obs = torch.from_numpy(ProcgenVectorEnv("starpilot", 64, seed=3).reset()[0])
     with torch.no_grad():
-        (logits, values, aux), (new_logits, new_values, new_aux) = (agent(obs) for agent in agents)
+        (logits, values, aux), (new_logits, new_values, new_aux) = (agent(obs, aux=True) for agent in agents)
     moved = {
         name: (x - y).norm() / x.norm()
         for (name, x), y in zip(agents[0].state_dict().items(), agents[1].state_dict().values(), strict=True)
