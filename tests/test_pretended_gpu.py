@@ -37,6 +37,13 @@ def pretended(tmp_path):
     return run
 
 
+def test_kernels_of_a_replay_do_not_grow(pretended):
+    """Of act, policy update and auxiliary update, dual, not compiled: as counted when this was written."""
+    process = pretended(f"{PPG} --no-compile --aux-dtype bfloat16 --total-timesteps 256")
+    kernels = [int(n) for n in re.findall(r"captured a graph: (\d+) kernels", process.stderr)]
+    assert len(kernels) == 3 and all(n <= most for n, most in zip(kernels, (49, 322, 417), strict=True)), kernels
+
+
 @pytest.mark.parametrize("compiled", ["--no-compile", "--compile"])
 @pytest.mark.parametrize("script", [PPG, PPG + " --arch detach", PPO], ids=["dual", "detach", "ppo"])
 def test_runs_and_resumes_without_a_violation(pretended, tmp_path, script, compiled):
