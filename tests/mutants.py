@@ -98,7 +98,7 @@ MUTANTS = {
     ],
     "resume": [
         ("torch.set_rng_state(own[\"rng\"])", "pass"),
-        ('self.envs.load_state_dict(own["envs"])', "pass"),
+        ('self.envs.load_state_dict(rank_state["envs"])', "pass"),
         ("purge_step=self.step + 1", "purge_step=None"),
         ("file.truncate(0)", "pass"),
         ("temporary.unlink(missing_ok=True)\n\n\ndef load", "pass\n\n\ndef load"),
