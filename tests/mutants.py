@@ -97,7 +97,7 @@ MUTANTS = {
         ("        sys.exit(2)\n", "        sys.exit(1)\n"),
     ],
     "resume": [
-        ("torch.set_rng_state(own[\"rng\"])", "pass"),
+        ("torch.set_rng_state(rank_state[\"rng\"])", "pass"),
         ('self.envs.load_state_dict(rank_state["envs"])', "pass"),
         ("purge_step=self.step + 1", "purge_step=None"),
         ("file.truncate(0)", "pass"),

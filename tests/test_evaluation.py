@@ -58,6 +58,7 @@ def evaluated(tmp_path_factory):
 
     def make(*args, **options):
         created.append(WatchedEnv(*args, **options))
+        created[-1].options = options
         return created[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -139,6 +140,8 @@ def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
     run_dir, (training, test, train, video) = evaluated  # no more than these four are ever made
     assert training.all_levels() <= {10, 11, 12} and train.all_levels() <= {10, 11, 12}
     assert min(test.all_levels() | video.all_levels()) >= 13
+    for envs in (test, video):  # a few levels of two thousand million seldom hit the three of the training
+        assert envs.options["start_level"] == 13 and envs.options["num_levels"] == ppg_procgen.NUM_LEVELS - 13
     assert len(test.all_levels()) > 4
     for envs in (test, train, video):
         _, first, second = envs.sessions  # what came before was never played
