@@ -8,21 +8,17 @@
 #   "procgen-gym==0.1.1; python_version >= '3.13'",
 # ]
 # ///
-"""Proximal Policy Optimization on Procgen as the Procgen paper ran it (Cobbe et al., 2020,
-https://arxiv.org/abs/1912.01588), in one file: the baseline of ppg_procgen.py, and the same file where the two agree.
+"""Proximal Policy Optimization on Procgen as the Procgen paper ran it (https://arxiv.org/abs/1912.01588), in one file.
 
     python ppo_procgen.py --env-id starpilot                        # the published setting, 25M steps
     python ppo_procgen.py --env-id starpilot --num-envs 4 --num-steps 16 --num-minibatches 2 \
         --total-timesteps 256                                       # seconds on a CPU: does everything work?
 
-Reading order: sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). Sections 5 to 9 are to
-look things up: environment, speed and ranks, records and checkpoints, evaluation, command line.
-
-Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions.
-
-Departures from openai/train-procgen, with its flag, if there is one:
-- TF32, where hardware has it                                             --no-tf32
-- torch's Adam adds epsilon after the bias correction, TensorFlow's before it
+Sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). Look things up in 5 to 9.
+Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions. The baseline of ppg_procgen.py, and the
+same file where the two agree.
+Departures from openai/train-procgen: TF32, where hardware has it (not with --no-tf32); torch's Adam adds epsilon after
+the bias correction, TensorFlow's before it.
 """
 
 import argparse
@@ -69,7 +65,7 @@ class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of the whole run, over all ranks
     seed: int = 1  # seeds torch and procgen; on a CPU, same seed and number of threads: same bits
-    exp_name: str = "ppo_procgen"  # name of the experiment, part of the run folder's name
+    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     run_dir: str = ""  # run folder (default: runs/{env_id}__{exp_name}__{seed}__{time})
     resume: str = ""  # run folder to continue, with its arguments; a larger total_timesteps extends the run
     checkpoint_interval: int = 32  # iterations between checkpoints
@@ -117,6 +113,7 @@ class Args:
 
     def __post_init__(self) -> None:
         """Derive sizes. UsageError for what cannot run."""
+        self.cuda = self.cuda and torch.cuda.is_available()
         self.num_ranks, self.batch_size = NUM_RANKS, self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size * NUM_RANKS, 1)
@@ -245,7 +242,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     """The training loop. cleanup: what must be closed when the run ends, however it ends."""
     T, N, num_iterations = args.num_steps, args.num_envs, args.num_iterations
     own = slice(RANK * N, (RANK + 1) * N)  # this rank's columns in arrays of all ranks
-    device = torch.device(f"cuda:{LOCAL_RANK}" if args.cuda and torch.cuda.is_available() else "cpu")
+    device = torch.device(f"cuda:{LOCAL_RANK}" if args.cuda else "cpu")
     torch.manual_seed(args.seed)  # all ranks begin with the same weights, then draw their own levels and actions
     rank_seed = int(np.random.SeedSequence([args.seed, RANK]).generate_state(1)[0]) % NUM_LEVELS if RANK else args.seed
 
@@ -278,9 +275,8 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     # The update is one optimizer step on a minibatch, and on a GPU one CUDA graph
     chunk_size = 2**31 if device.type == "cuda" else 512  # larger chunks on a CPU take gigabytes and are no faster
     num_chunks = args.num_grad_accum or math.ceil(args.minibatch_size / chunk_size)
-    mb_update = graphed(
-        partial(update, optimizer, partial(policy_phase_loss, policy_agent, args), num_chunks, args.max_grad_norm)
-    )
+    joint_loss = partial(policy_phase_loss, policy_agent, args)
+    mb_update = graphed(partial(update, optimizer, joint_loss, num_chunks, args.max_grad_norm))
 
     # Storage, time first
     obs = torch.empty((T, N, *envs.obs_shape), dtype=torch.uint8, device=device)
@@ -310,7 +306,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         clock, stats = [time.time()], {}
         global_step = iteration * batch_size
         where = f"of iteration {iteration}, step {global_step:,}"
-        remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0
+        remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0  # of the whole run
         optimizer.param_groups[0]["lr"].fill_(remaining * args.learning_rate)
 
         # Perform rollouts under current policy pi
@@ -364,9 +360,9 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
 # ---- 5 Environment and statistics ------------------------------------------------------------------------------------
 NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
 GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks another mode, procgen aborts the process
-    "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
-    "memory": ["caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"],
-    "exploration": ["caveflyer", "climber", "coinrun", "heist", "jumper", "leaper", "maze", "ninja"],
+    "extreme": "chaser dodgeball leaper starpilot".split(),
+    "memory": "caveflyer dodgeball heist jumper maze miner".split(),
+    "exploration": "caveflyer climber coinrun heist jumper leaper maze ninja".split(),
 }
 
 
@@ -481,7 +477,6 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
         torch._dynamo.config.cache_size_limit = 64  # batch sizes are compiled apart
         # forced: else Inductor gives up channels_last, because no convolution has more than 64 channels
         agent = torch.compile(agent, fullgraph=True, dynamic=False, options={"force_layout_optimization": True})
-
     return agent, CudaGraph if device.type == "cuda" and args.cuda_graphs else lambda function: function
 
 
@@ -566,6 +561,11 @@ class Stopped(BaseException):  # not an Exception, which library code might catc
     """The run ended early: a reason and an exit code."""
 
 
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
+
+
 def say(text: str, file=None) -> None:
     """Print a line on rank 0. If its reader has gone (| head, a killed tee), go on: the records are in files."""
     try:
@@ -578,8 +578,7 @@ def fetch_stats(updates: list[dict], prefix: str, where: str, stats: dict[str, l
     """Append an epoch's statistics, means over ranks, to stats[prefix + name]. Stopped if one is not finite."""
     table = torch.stack([torch.stack(list(update.values())) for update in updates]).cpu().numpy()  # waits for the GPU
     tables = np.stack(gather(table), -1)  # (num_updates, num_stats, num_ranks)
-    if not np.isfinite(tables).all():
-        k, column, rank = np.argwhere(~np.isfinite(tables))[0]
+    for k, column, rank in np.argwhere(~np.isfinite(tables)):
         what = f"{list(updates[k])[column]} is {tables[k, column, rank]} on rank {rank}"
         raise Stopped(f"{what} at update {k + 1} of {len(table)} of the {where}", 1)
     for name, column in zip(updates[0], tables.mean(-1).T, strict=True):
@@ -591,51 +590,51 @@ class Logger:
     ranks other than 0, which log nothing. state: where a resumed run continues."""
 
     def __init__(self, args: Args, file, state: dict | None, cleanup: contextlib.ExitStack) -> None:
-        state = state or {"step": 0, "wall_time": 0.0, "wandb_id": os.urandom(8).hex(), "csv": ",".join(COLUMNS) + "\n"}
-        self.step, self.wandb_id, self.start_time = state["step"], state["wandb_id"], time.time() - state["wall_time"]
-        self.file, total = file, args.num_iterations * NUM_RANKS * args.batch_size
+        new = {"step": 0, "wall_time": 0.0, "wandb_id": os.urandom(8).hex(), "csv": ",".join(COLUMNS) + "\n"}
+        self.file, self.state = file, state or new
+        self.start_time, step = time.time() - self.state["wall_time"], self.state["step"]
         # disable None: no bar unless stdout is a terminal; smoothing 0: the time left follows the mean speed
-        options = {"unit": "step", "unit_scale": True, "dynamic_ncols": True, "disable": None if file else True}
-        self.bar = tqdm(total=total, initial=self.step, file=sys.stdout, smoothing=0, **options)
-        cleanup.callback(self.bar.close)
-        if file and args.track:
+        options = {"file": sys.stdout, "smoothing": 0, "unit": "step", "unit_scale": True, "dynamic_ncols": True}
+        options |= {"total": args.num_iterations * NUM_RANKS * args.batch_size, "disable": None if file else True}
+        self.bar = cleanup.enter_context(tqdm(initial=step, **options))
+        if not file:
+            return
+        if args.track:
             wandb = importlib.import_module("wandb")
             options = {"project": args.wandb_project_name, "entity": args.wandb_entity, "config": asdict(args)}
-            options |= {"id": self.wandb_id, "name": Path(args.run_dir).name, "resume": "allow", "dir": args.run_dir}
-            wandb.init(sync_tensorboard=True, save_code=True, **options)
+            options |= {"id": self.state["wandb_id"], "name": Path(args.run_dir).name, "dir": args.run_dir}
+            wandb.init(sync_tensorboard=True, save_code=True, resume="allow", **options)
             cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
-        if file:
-            file.truncate(0)  # rows after the checkpoint will come again
-            file.write(state["csv"])
-            self.tensorboard = SummaryWriter(args.run_dir, purge_step=self.step + 1)
-            cleanup.callback(self.tensorboard.close)
+        file.truncate(0)  # rows after the checkpoint will come again
+        file.write(self.state["csv"])
+        self.tensorboard = cleanup.enter_context(SummaryWriter(args.run_dir, purge_step=step + 1))
 
     def log(self, row: dict[str, float], clock: list[float]) -> None:
         """Record an iteration. row: numbers by column, blank if absent or not finite. clock: ends of its phases."""
         if not self.file:
             return
-        self.step, seconds = row["global_step"], dict(zip(PHASES, np.diff(clock), strict=True))
+        step, seconds = row["global_step"], dict(zip(PHASES, np.diff(clock), strict=True))
         row |= {f"time/{name}": x for name, x in seconds.items()} | {"wall_time": clock[-1] - self.start_time}
+        row["charts/SPS"] = speed = step / row["wall_time"]
         row = {name: x for name, x in row.items() if math.isfinite(x)}
-        row["charts/SPS"] = speed = self.step / row["wall_time"]
-        self.file.write(",".join(str(row.get(name, "")) for name in COLUMNS) + "\n")
+        line = ",".join(str(row.get(name, "")) for name in COLUMNS) + "\n"
+        self.file.write(line)
         self.file.flush()
+        self.state |= {"step": step, "wall_time": row["wall_time"], "csv": self.state["csv"] + line}
         for name, x in row.items():
-            self.tensorboard.add_scalar(name, x, self.step)
+            self.tensorboard.add_scalar(name, x, step)
         text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | "
         text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items() if x >= 0.05)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
-            done, eta = self.step / self.bar.total, tqdm.format_interval((self.bar.total - self.step) / speed)
-            say(f"step {self.step:>11,} {done:6.1%} | {speed:7,.0f} steps/s | ETA {eta:>8} | {text}")
+            eta = tqdm.format_interval((self.bar.total - step) / speed)
+            say(f"step {step:>11,} {step / self.bar.total:6.1%} | {speed:7,.0f} steps/s | ETA {eta:>8} | {text}")
 
     def state_dict(self) -> dict:
         """Where a resumed run continues. All before it is on the disk when this returns."""
         self.tensorboard.flush()
-        self.file.flush()
         os.fsync(self.file.fileno())
-        state = {"step": self.step, "wall_time": time.time() - self.start_time, "wandb_id": self.wandb_id}
-        return state | {"csv": Path(self.file.name).read_text()}
+        return self.state
 
 
 class Checkpoint:
@@ -643,8 +642,8 @@ class Checkpoint:
     objects with state_dict(), the same on all ranks; environments and random numbers are each rank's own."""
 
     def __init__(self, args: Args, about: dict, device: torch.device, envs, logger: Logger, parts: dict) -> None:
-        self.path, self.about = Path(args.run_dir) / "checkpoint.pt", about | {"args": asdict(args)}
-        self.envs, self.logger, self.parts, self.cuda = envs, logger, parts, device if device.type == "cuda" else None
+        self.path, self.about, self.parts = Path(args.run_dir) / "checkpoint.pt", about, parts
+        self.envs, self.logger, self.cuda = envs, logger, device if device.type == "cuda" else None
 
     def save(self, iteration: int, finished: bool = False) -> None:
         rank_state = {"envs": self.envs.state_dict(), "rng": torch.get_rng_state()}
@@ -658,24 +657,22 @@ class Checkpoint:
     def restore(self, state: dict) -> None:
         """Restore what load_checkpoint() returned."""
         for name, part in self.parts.items():
+            if isinstance(part, torch.optim.Optimizer):  # keep lr and capturable, which belong to the device
+                state[name]["param_groups"] = part.state_dict()["param_groups"]
             part.load_state_dict(state[name])
-            if isinstance(part, torch.optim.Optimizer):  # Adam restores both as saved, perhaps on another device
-                lr = part.param_groups[0]["lr"].to(self.cuda or "cpu")
-                part.param_groups[0] |= {"lr": lr, "capturable": self.cuda is not None}
-        rank_state = state["ranks"][RANK]
-        self.envs.load_state_dict(rank_state["envs"])
-        torch.set_rng_state(rank_state["rng"])
-        if self.cuda and rank_state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(rank_state["cuda_rng"], self.cuda)
+        self.envs.load_state_dict(state["ranks"][RANK]["envs"])
+        torch.set_rng_state(state["ranks"][RANK]["rng"])
+        if self.cuda and (cuda_rng := state["ranks"][RANK]["cuda_rng"]) is not None:
+            torch.cuda.set_rng_state(cuda_rng, self.cuda)
 
 
 def save_atomically(path: Path, state: dict) -> None:
-    """torch.save or json.dump such that a crash or a full disk leaves the whole old file or the whole new one."""
-    temporary, buffer = path.with_name(path.name + ".tmp"), io.BytesIO()
-    torch.save(state, buffer) if path.suffix == ".pt" else buffer.write((json.dumps(state, indent=2) + "\n").encode())
+    """torch.save such that a crash or a full disk leaves the whole old file or the whole new one."""
+    buffer, temporary = io.BytesIO(), path.with_name(path.name + ".tmp")
+    torch.save(state, buffer)  # into a file it raises no OSError on a full disk
     try:
         with open(temporary, "wb") as file:
-            file.write(buffer.getvalue())  # torch.save itself raises no OSError on a full disk
+            file.write(buffer.getvalue())
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -685,14 +682,11 @@ def save_atomically(path: Path, state: dict) -> None:
 
 def load_checkpoint(path: Path) -> dict:
     """A checkpoint, on the CPU, without running pickled code. UsageError if it is missing or damaged."""
+    require(path.exists(), f"no checkpoint to resume from: {path}; start the run again, without --resume")
     try:
-        data = io.BytesIO(path.read_bytes())
-        if zipfile.ZipFile(data).testzip():  # compares the CRCs, torch.load does not
-            raise zipfile.BadZipFile("wrong CRC")
-        data.seek(0)
-        return torch.load(data, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UsageError(f"no checkpoint to resume from: {path}; start the run again, without --resume") from None
+        with zipfile.ZipFile(path) as file:
+            require(not file.testzip(), "wrong CRC")  # torch.load does not compare them
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise almost anything
         raise UsageError(f"{path} is damaged, or no checkpoint ({type(error).__name__})") from None
 
@@ -702,13 +696,13 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
     run_dir = Path(args.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        if not args.resume and any(run_dir.iterdir()):
-            raise UsageError(f"{run_dir} is not empty: --resume the run in it, remove it, or choose another --run-dir")
+        is_usable = args.resume or not any(run_dir.iterdir())
+        require(is_usable, f"{run_dir} is not empty: --resume the run in it, remove it, or choose another --run-dir")
         file = cleanup.enter_context(open(run_dir / "metrics.csv", "a", newline=""))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it, however the process ends
         if not args.resume:
             (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        save_atomically(run_dir / "args.json", about)
+        (run_dir / "args.json").write_text(json.dumps(about, indent=2) + "\n")
     except OSError as error:
         reason = "another process is writing to it" if isinstance(error, BlockingIOError) else error
         raise UsageError(f"{run_dir} cannot be used: {reason}") from None
@@ -717,47 +711,39 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
 
 # ---- 8 Evaluation and video ------------------------------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = lambda *_: None) -> np.ndarray:
+def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = lambda _: None) -> np.ndarray:
     """Raw returns (num_envs,) of an episode in each environment: the same number from each, or short ones would count
-    more. Draws from a generator of its own. Calls on_step(indices of those that still play) after each step."""
+    more. Draws from a generator of its own. Calls on_step(playing) after each step, with who has not finished."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    returns, playing, (obs, _) = np.zeros(envs.num_envs), np.arange(envs.num_envs), envs.reset()
-    while len(playing):
-        seen = (
-            playing if device.type == "cpu" else np.arange(envs.num_envs)
-        )  # a new batch size makes cuDNN benchmark again
-        logits = agent(torch.from_numpy(obs[seen]).to(device), value=False).logits
-        actions = np.zeros(envs.num_envs, np.int64)
-        actions[seen] = (logits.argmax(-1) if greedy else sample_action(logits, generator)[0]).cpu().numpy()
-        obs, rewards, terminated, truncated, _ = envs.step(actions)
-        returns[playing] += rewards[playing]
-        playing = playing[~(terminated | truncated)[playing]]
+    returns, playing, (obs, _) = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool), envs.reset()
+    while playing.any():
+        logits = agent(torch.from_numpy(obs).to(device), value=False).logits
+        actions = logits.argmax(-1) if greedy else sample_action(logits, generator)[0]
+        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        returns += rewards * playing
+        playing &= ~(terminated | truncated)
         on_step(playing)
     return returns
 
 
 def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = False) -> None:
-    """Write an mp4 of four rendered envs until each has ended an episode. Say so, and no more, if ffmpeg fails."""
-    temporary = path.with_suffix(".tmp.mp4")
+    """Write an mp4 of four rendered envs until each has ended an episode."""
 
-    def add_frame(*_) -> None:
+    def add_frame(_) -> None:
         frames = np.stack(envs.render()).reshape(2, 2, 512, 512, 3)
         mp4.send(np.ascontiguousarray(frames.swapaxes(1, 2)))  # (row, y, column, x, RGB)
 
+    temporary = path.with_suffix(".tmp.mp4")
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # gym3 pins a version whose import warns
             ffmpeg = importlib.import_module("imageio_ffmpeg")
-        try:
-            ffmpeg.get_ffmpeg_exe()
-        except RuntimeError as error:  # no such program
-            raise OSError(error) from None
         mp4 = ffmpeg.write_frames(str(temporary), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: as a person plays
         with contextlib.closing(mp4):
             mp4.send(None)
             evaluate(agent, envs, seed, greedy, add_frame)
         os.replace(temporary, path)
-    except (OSError, ImportError) as error:  # must not end the training
+    except (OSError, ImportError, RuntimeError) as error:  # such as no ffmpeg: must not end the training
         say(f"no {path}: {error}", sys.stderr)
     finally:
         temporary.unlink(missing_ok=True)
@@ -797,20 +783,14 @@ class Evaluator:
 
 # ---- 9 Command line --------------------------------------------------------------------------------------------------
 ALGORITHM = "ppo"
-MAY_CHANGE = {"num_grad_accum", "env_threads"}  # when a run is resumed
-LAUNCHER = [Path(sys.executable).name]
-if NUM_RANKS > 1:  # the words of torchrun's own command line before the script
-    LAUNCHER = Path(f"/proc/{os.getppid()}/cmdline").read_text().split("\0")
-    LAUNCHER = LAUNCHER[: LAUNCHER.index(sys.argv[0])] if sys.argv[0] in LAUNCHER else ["torchrun"]
+MAY_CHANGE = {"cuda", "num_grad_accum", "env_threads"}  # when a run is resumed
+# the words before the script in the command line of this process, or of torchrun
+LAUNCHER = Path(f"/proc/{os.getppid() if NUM_RANKS > 1 else os.getpid()}/cmdline").read_text().split("\0")
+LAUNCHER = LAUNCHER[: LAUNCHER.index(sys.argv[0])] if sys.argv[0] in LAUNCHER else LAUNCHER[:1]
 
 
 def check_args(args: Args) -> None:
     """UsageError for what cannot run, before any environment is made."""
-
-    def require(condition: bool, message: str) -> None:
-        if not condition:
-            raise UsageError(message)
-
     require(0 <= RANK < NUM_RANKS and LOCAL_RANK >= 0, "RANK, LOCAL_RANK and WORLD_SIZE must be as torchrun sets them")
     positive = "total_timesteps checkpoint_interval num_envs num_steps learning_rate num_minibatches eval_episodes"
     limits = {"gamma": 1, "gae_lambda": 1, "reward_gamma": 1, "env_threads": 1024, "total_timesteps": 10**15}
@@ -829,11 +809,9 @@ def check_args(args: Args) -> None:
     size, number = args.batch_size, args.num_minibatches
     require(size % number == 0, f"num_minibatches ({number}) must divide num_envs * num_steps ({size})")
     require(args.num_iterations > 0, f"total_timesteps is less than an iteration of {size * NUM_RANKS} steps")
-    gpu = args.cuda and torch.cuda.is_available()
-    require(not gpu or LOCAL_RANK < torch.cuda.device_count(), "there are more ranks than GPUs on this machine")
     size = (size * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if gpu else 0
+    memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if args.cuda else 0
     require(size < memory, f"rollouts and environments need {size:,.0f} GB of {memory:,.0f} GB of memory")
 
 
@@ -843,18 +821,11 @@ def describe(args: Args) -> dict:
         return load_checkpoint(Path(args.run_dir) / "checkpoint.pt")["about"] | {"args": asdict(args)}
     git = "git describe --always --dirty --abbrev=40 '--exclude=*'"
     git = subprocess.run(git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
-    gpu = torch.cuda.get_device_name() if args.cuda and torch.cuda.is_available() else None
-    about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": git.stdout.strip()}
-    about |= {
-        "versions": {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
-    }
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
+    gpu = torch.cuda.get_device_name() if args.cuda else None
+    about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": git.stdout.strip(), "versions": versions}
     about |= {"hardware": {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}}
-    return about | {"command": command(*sys.argv[1:]), "date": time.strftime("%FT%T%z")}
-
-
-def command(*flags: str) -> str:
-    """The shell command that starts this script with other flags, by torchrun if that started it."""
-    return shlex.join([*LAUNCHER, sys.argv[0], *flags])
+    return about | {"command": shlex.join([*LAUNCHER, *sys.argv]), "date": time.strftime("%FT%T%z")}
 
 
 def main(args: Args) -> None:
@@ -876,7 +847,8 @@ def main(args: Args) -> None:
             traceback.print_exc()
     say(f"stopped: {reason}", sys.stderr)
     if RANK == 0 and (Path(args.run_dir) / "checkpoint.pt").exists():
-        say(f"the last checkpoint is whole, to continue: {command('--resume', args.run_dir)}", sys.stderr)
+        command = shlex.join([*LAUNCHER, sys.argv[0], "--resume", args.run_dir])
+        say(f"the last checkpoint is whole, to continue: {command}", sys.stderr)
     sys.exit(code)
 
 
@@ -886,20 +858,19 @@ def parse_args() -> Args:
     parser.add_argument("--resume")
     if (resume := parser.parse_known_args()[0].resume) is None:
         return tyro.cli(Args, description=__doc__.split("\n")[0])
-    if not resume:  # such as an unset shell variable
-        raise UsageError("--resume is empty: it needs a run folder")
+    require(resume, "--resume is empty: it needs a run folder")  # such as an unset shell variable
     state, names = load_checkpoint(Path(resume) / "checkpoint.pt"), {x.name for x in fields(Args) if x.init}
     about = state.get("about", {"args": {}})
-    if about.get("algorithm") != ALGORITHM or not names <= set(about["args"]):
-        raise UsageError(f"{resume!r} is no run of this version of {Path(__file__).name}")
+    is_ours = about.get("algorithm") == ALGORITHM and names <= set(about["args"])
+    require(is_ours, f"{resume!r} is no run of this version of {Path(__file__).name}")
     saved = about["args"] | {"resume": resume, "run_dir": resume}
     default = Args(**{name: saved[name] for name in names})
     args = replace(tyro.cli(Args, default=default))  # tyro took the derived fields from its default
     if args.total_timesteps > default.total_timesteps and not args.anneal_lr:
         names.remove("total_timesteps")
     for name in names - MAY_CHANGE | {"num_ranks"}:
-        if getattr(args, name) != saved[name]:
-            raise UsageError(f"{name} contradicts the checkpoint, which has {saved[name]}")
+        same = getattr(args, name) == saved[name]
+        require(same, f"{name} contradicts the checkpoint, which has {saved[name]}")
     if state["finished"] and args.num_iterations == default.num_iterations:
         sys.exit(say(f"{resume} is finished; a larger --total-timesteps extends it"))
     return args
@@ -911,5 +882,3 @@ if __name__ == "__main__":
     except UsageError as error:
         say(f"{Path(__file__).name}: {error}", sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # before training begins
-        sys.exit(130)

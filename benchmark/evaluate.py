@@ -119,7 +119,7 @@ def play(agent, envs: ProcgenVectorEnv, starts: list[torch.Tensor], seed: int, g
 
     def count(playing: np.ndarray) -> None:
         lengths[playing] += 1
-        bar.update(before + envs.num_envs - len(playing) - bar.n)
+        bar.update(before + envs.num_envs - int(playing.sum()) - bar.n)
 
     returns = evaluate(agent, envs, seed, greedy, count)
     return pd.DataFrame({"level": levels, "return": returns, "length": lengths})

@@ -347,7 +347,7 @@ def main(args: Args) -> int:
 
     def save() -> list[dict]:
         summary = summarise(about["runs"], baseline)
-        ppg_procgen.save_atomically(args.out, about | {"summary": summary})
+        args.out.write_text(json.dumps(about | {"summary": summary}, indent=2) + "\n")
         return summary
 
     if args.probe_seconds > 0:  # in a process that takes its memory with it when it ends

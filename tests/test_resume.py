@@ -91,7 +91,7 @@ def test_a_killed_run_resumes_to_the_bits_of_one_never_killed(tmp_path, trained,
 
 
 # agent.pt or checkpoint.pt after the last iteration, which ends a phase or, with 5 iterations, does not
-@pytest.mark.parametrize("num_iterations, k", [(4, 6), (4, 7), (5, 8), (5, 9)])
+@pytest.mark.parametrize("num_iterations, k", [(4, 5), (4, 6), (5, 7), (5, 8)])
 def test_a_run_killed_between_its_last_row_and_its_last_save_has_all_records(
     tmp_path, trained, killed, num_iterations, k
 ):
@@ -145,9 +145,11 @@ def test_a_signal_stops_the_run_and_says_how_to_go_on(tmp_path, trained, killed,
     assert result.returncode == 128 + number
     stopped, command = result.stderr.splitlines()
     assert stopped == f"stopped: by {number.name}"
-    assert re.fullmatch(
-        f"the last checkpoint is whole, to continue: python[0-9.]* ppg_procgen.py --resume '{run_dir}'", command
+    said, words = (
+        "the last checkpoint is whole, to continue: ",
+        rf"\S*python[0-9.]* (-B )?ppg_procgen.py --resume '{run_dir}'",
     )
+    assert re.fullmatch(said + words, command)
     assert not list(run_dir.glob("*.tmp*"))
     resume(ppg_procgen, run_dir)
     assert same(run_dir, trained())
@@ -361,9 +363,8 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(small_disk, trained, capsys
     assert same(run_dir, trained())
 
 
-@pytest.mark.parametrize("name", ["state.pt", "state.json"])
-def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch, name):
-    path = tmp_path / name
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "state.pt"
     ppg_procgen.save_atomically(path, {"old": 1})
     old = path.read_bytes()
     monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))

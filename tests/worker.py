@@ -152,8 +152,8 @@ def main(name: str, options: dict, flags: list[str]) -> None:
         importlib.reload(script)  # a forked process has read another environment
     if options.get("small", True):
         script.ImpalaCNN = SmallCNN
-    if "command" in options:
-        script.command = lambda *flags: options["command"]
+    if "launcher" in options:
+        script.LAUNCHER = options["launcher"]
     if "scripted" in options:
         install_scripted(script, setattr, **options["scripted"])
     if "record" in options:
