@@ -13,6 +13,7 @@ import json
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -25,6 +26,7 @@ import tyro
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from rliable import library, metrics
+from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
@@ -288,6 +290,13 @@ def value_at_step(curves: pd.DataFrame, step: float, window: float) -> pd.DataFr
     return before[in_window].groupby(CURVE, as_index=False).episodic_return.mean()
 
 
+def value_at_time(curves: pd.DataFrame, seconds: float, window: float) -> pd.DataFrame:
+    """Each curve's mean over its rows in (seconds - window, seconds]. One that has ended before counts with its end."""
+    end = curves[curves.wall_time <= seconds].groupby(CURVE).wall_time.max().rename("end")
+    before = curves.join(end, on=CURVE).query("wall_time <= end and wall_time > end - @window")
+    return before.groupby(CURVE, as_index=False).episodic_return.mean()
+
+
 def normalised(values: pd.DataFrame, mode: str, minima: dict[str, float] | None = None) -> pd.DataFrame:
     """The values with a column `score`; minima replace R_min where they name a game."""
     low = values.env_id.map({game: (minima or {}).get(game, ranges[mode][0]) for game, ranges in RANGES.items()})
@@ -382,7 +391,10 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float) -> Figure:
     size = (max(3.5, 1.75 * num_columns), panel_height * num_rows + 0.4 + 0.08 * len(groups))  # inches, as printed
     fig = Figure(figsize=size, layout="constrained")
     axes = fig.subplots(num_rows, num_columns, sharex=True, squeeze=False)
-    scale = 1e6 if x == "global_step" else 3600
+    if x == "global_step":
+        unit, scale = ("millions", 1e6) if limit >= 1e6 else ("thousands", 1e3)
+    else:
+        unit, scale = ("hours", 3600) if limit >= 7200 else ("minutes", 60)
     panels = dict(list(curves.groupby(["env_id", *GROUP])))
     for ax, game in zip(axes.flat, games, strict=False):
         for group in reversed([group for group in groups if (game, *group) in panels]):  # ours over the published ones
@@ -407,7 +419,7 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float) -> Figure:
         ax.remove()
     for ax in axes.flat[len(games) - num_columns : len(games)]:  # the lowest panel of each column
         ax.tick_params(labelbottom=True)
-    fig.supxlabel("Environment steps (millions)" if x == "global_step" else "Wall-clock time (hours)", fontsize=8)
+    fig.supxlabel(f"Environment steps ({unit})" if x == "global_step" else f"Wall-clock time ({unit})", fontsize=8)
     fig.supylabel("Episodic return", fontsize=8)
     lines = [Line2D([], [], label=titles[group], **styles[group]) for group in groups]
     fig.legend(handles=lines, loc="outside upper center", ncols=2 if num_columns > 2 else 1)
@@ -447,6 +459,10 @@ def steps_text(step: float) -> str:
     return f"{step / 1e6:.3g}M" if step >= 1e6 else f"{step:,.0f}"
 
 
+def time_text(seconds: float) -> str:
+    return f"{seconds / 3600:.3g} h" if seconds >= 7200 else f"{seconds / 60:.3g} min"
+
+
 def setting_title(mode: str, num_levels: int) -> str:
     return f"{mode}, {f'{num_levels} training levels' if num_levels else 'all levels'}"
 
@@ -454,6 +470,15 @@ def setting_title(mode: str, num_levels: int) -> str:
 def mean_sd(values: pd.Series, digits: int) -> str:
     spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
     return f"{values.mean():.{digits}f}{spread} ({len(values)})"
+
+
+def mean_interval(values: pd.Series, digits: int) -> str:
+    """Mean and Student's 95 % interval of the mean."""
+    if len(values) == 1:
+        return mean_sd(values, digits)
+    half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
+    low, high = values.mean() - half, values.mean() + half
+    return f"{values.mean():.{digits}f} [{low:.{digits}f}, {high:.{digits}f}] ({len(values)})"
 
 
 def escape(text: object) -> str:
@@ -471,9 +496,9 @@ def interval(estimate: tuple[float, float, float], num_seeds: int) -> str:
     return f"{point:.3f} [{low:.3f}, {high:.3f}]" if num_seeds > 1 else f"{point:.3f}"  # one seed knows no spread
 
 
-def game_table(values: pd.DataFrame, column: str, digits: int) -> str:
+def game_table(values: pd.DataFrame, column: str, digits: int, cell: Callable = mean_sd) -> str:
     titles = group_titles(ordered_groups(values))
-    cells = values.groupby(["env_id", *GROUP])[column].agg(mean_sd, digits=digits)
+    cells = values.groupby(["env_id", *GROUP])[column].agg(cell, digits=digits)
     rows = [[game, *(cells.get((game, *group), "") for group in titles)] for game in sorted(set(values.env_id))]
     return markdown(["game", *titles.values()], rows)
 
@@ -526,8 +551,14 @@ def report_curves(args: Args, slug: str, runs: pd.DataFrame, curves: pd.DataFram
     text = ["### Sample efficiency", picture(fig, args.out / f"{slug}_steps", caption)]
     if seconds > 0:
         fig = draw_curves(own, "wall_time", seconds)
-        caption = f"{curve_caption(f'{seconds / 3600 / NUM_BINS:.2g} h', own)} On {', '.join(runs.hardware.unique())}."
+        caption = f"{curve_caption(time_text(seconds / NUM_BINS), own)} On {', '.join(runs.hardware.unique())}."
         text += ["### Wall-clock time", picture(fig, args.out / f"{slug}_hours", caption)]
+        seconds = 3600 * runs.groupby("name").hours.median().min()
+        text += [
+            f"Return after {time_text(seconds)}, the median time of the fastest group's runs: mean and Student's 95 % "
+            "interval over seeds (number of seeds). A run that ended before counts with its last value.",
+            game_table(value_at_time(own, seconds, 0.05 * seconds), "episodic_return", 2, mean_interval),
+        ]
     return text
 
 
@@ -577,6 +608,8 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame) -> tupl
         f"{steps_text(step - window)} to {steps_text(step)}. "
         "Mean ± sample standard deviation over seeds (number of seeds).",
         game_table(shown, "episodic_return", 2),
+        "The same with Student's 95 % interval of the mean:",
+        game_table(shown, "episodic_return", 2, mean_interval),
     ]
     if num_levels and "test" in set(values.split):
         text += ["### Training levels against unseen levels", gap_table(values)]
@@ -585,7 +618,9 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame) -> tupl
     notes = []
     if len(short):
         notes.append(f"{title}: not in the tables, as they ended before {steps_text(step)} steps: {run_list(short)}")
-    if mode in ("easy", "hard"):
+    if 0 < num_levels < 100:
+        notes.append(f"{title}: no normalised scores, because the published ranges are over many levels")
+    elif mode in ("easy", "hard"):
         text += report_scores(args, slug, mode, shown)
     else:
         notes.append(f"{title}: no normalised scores, because nobody has published ranges")
@@ -594,14 +629,17 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame) -> tupl
 
 def report(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, references: pd.DataFrame, notes: list[str]) -> Path:
     """Write report.md and its pictures; returns the page and adds to the notes."""
-    header = ["name", "levels", "games", "seeds", "runs", "last step", "hours a run (median)", "hardware"]
+    header = ["name", "levels", "games", "seeds", "runs", "last step", "time a run", "steps/s", "hardware"]
     rows = [
         [name, setting_title(*setting), group.env_id.nunique(), group.seed.nunique(), len(group)]
-        + [f"{steps_text(group.last_step.min())} to {steps_text(group.last_step.max())}", f"{group.hours.median():.2f}"]
-        + [", ".join(group.hardware.unique())]
+        + [
+            f"{steps_text(group.last_step.min())} to {steps_text(group.last_step.max())}",
+            time_text(3600 * group.hours.median()),
+        ]
+        + [f"{(group.last_step / group.hours).median() / 3600:,.0f}", ", ".join(group.hardware.unique())]
         for (name, *setting), group in runs.groupby(["name", *SETTING])
     ]
-    text = ["# Training runs", markdown(header, rows)]
+    text = ["# Training runs", markdown(header, rows), "Time and steps/s: medians over the runs."]
     for (mode, num_levels), setting_runs in runs.groupby(SETTING):
         own = curves[curves.run.isin(setting_runs.run)]
         published = references[(references.distribution_mode == mode) & (references.num_levels == num_levels)]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 
 pytest.importorskip("rliable", reason='needs pip install -e ".[benchmark]"')
 import pandas as pd
-import scipy.stats
 from PIL import Image
 from rliable import library, metrics
 from torch.utils.tensorboard import SummaryWriter
@@ -352,6 +352,32 @@ def test_figure2_with_our_runs_over_it(tmp_path, tool, capsys):
     assert maze.lines[-1].get_xdata()[-1] == 10
 
 
+def test_value_at_time():
+    slow = curve([1.0, 2, 3, 4], [100, 200, 300, 400]).assign(wall_time=[10.0, 20, 30, 40])
+    fast = curve([5.0, 6], [100, 200], seed=2, run="2").assign(wall_time=[4.0, 8])
+    values = report.value_at_time(pd.concat([slow, fast]), seconds=35, window=10)
+    assert values.episodic_return.tolist() == [3, 5.5]  # the row at 30 s; both of the one that ended before
+
+
+def test_students_interval_of_a_mean():
+    low, high = scipy.stats.ttest_1samp([1.0, 2.0, 6.0], 0).confidence_interval(0.95)
+    assert report.mean_interval(pd.Series([1.0, 2, 6]), 2) == f"3.00 [{low:.2f}, {high:.2f}] (3)"
+    assert report.mean_interval(pd.Series([1.0]), 2) == "1.00 (1)"
+
+
+def test_runs_on_a_few_levels_have_intervals_and_times_but_no_normalised_scores(tmp_path, tool):
+    for seed in (1, 2, 3):
+        write_run(tmp_path / "runs", seed=seed, num_levels=1, num_rows=4)
+    page = tool(tmp_path / "runs")
+    [header, _, row] = rows_of(page, "The same with Student's 95 % interval of the mean:")
+    assert header == ["game", "ppg_procgen"] and row[1].endswith("] (3)")
+    [header, _, row] = rows_of(page, "Return after 0.546 min")
+    assert row[0] == "starpilot" and row[1].endswith("] (3)")
+    assert "Normalised" not in page and "no normalised scores" in page
+    [header, _, row] = rows_of(page, "# Training runs")
+    assert row[header.index("time a run")] == "0.546 min" and row[header.index("steps/s")] == "2,000"
+
+
 def test_the_legend_covers_no_panel():
     curves = report.load_references(("ppg", "ppo", "ppg_kl"))
     fig = report.draw_curves(curves[curves.distribution_mode == "hard"], "global_step", 50e6)
@@ -368,13 +394,13 @@ def test_seeds_of_different_lengths_and_sparse_evaluations():
     fig = report.draw_curves(pd.concat(curves), "global_step", 100)
     [ax] = fig.axes
     test, train, cross = ax.lines
-    assert train.get_xdata()[-1] * 1e6 == pytest.approx(80)  # one of three seeds is left after it
-    assert cross.get_marker() == "x" and cross.get_xdata()[0] * 1e6 == pytest.approx(40)
+    assert train.get_xdata()[-1] * 1e3 == pytest.approx(80)  # one of three seeds is left after it
+    assert cross.get_marker() == "x" and cross.get_xdata()[0] * 1e3 == pytest.approx(40)
     assert cross.get_ydata()[0] == pytest.approx((40 + 80 + 100) / 3)
     assert train.get_ydata()[-1] == pytest.approx(90)
     assert test.get_marker() == "o" and len(test.get_xdata()) == 1
     band = ax.collections[1].get_paths()[0].vertices
-    at_40 = band[np.isclose(band[:, 0], 40e-6), 1]
+    at_40 = band[np.isclose(band[:, 0], 40e-3), 1]
     assert np.ptp(at_40) == pytest.approx(2 * np.std([40, 80, 100], ddof=1))
 
 
