@@ -84,6 +84,7 @@ MUTANTS = {
         ("episodes.update(all_rewards, all_dones[1:])", "episodes.update(all_rewards, all_dones[:-1])"),
         ('row["losses/explained_variance"] = 1 - ', 'row["losses/explained_variance"] = '),
         ("envs = make_envs(N, seed=rank_seed)", "envs = make_envs(N)"),
+        ("np.random.SeedSequence([args.seed, RANK])", "np.random.SeedSequence([args.seed])"),
         ('"rand_seed": seed,', '"rand_seed": 0,'),
         ("    torch.manual_seed(args.seed)", "    torch.manual_seed(0)"),
         ("iteration % (args.n_iteration * args.aux_interval) == 0", "True"),
@@ -129,7 +130,6 @@ MUTANTS = {
         ("    average_grads(params)", "    pass"),
         ("own = slice(RANK * N, (RANK + 1) * N)", "own = slice(0, N)"),
         ("        torch.manual_seed(rank_seed)", "        pass"),
-        ("np.random.SeedSequence([args.seed, RANK])", "np.random.SeedSequence([args.seed])"),
     ],
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from conftest import make_args, read_rows, train
 from torch import nn
@@ -151,6 +152,13 @@ def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
 def test_without_training_levels_all_levels_are_the_test(run):
     row = read_rows(run(env_id="bossfight", total_timesteps=64, eval_interval=5, eval_episodes=2))[0]  # once at the end
     assert row["eval/test_return"] != "" and row["eval/train_return"] == "" and row["eval/generalization_gap"] == ""
+
+
+def test_an_evaluation_logs_mean_and_standard_error(run, monkeypatch, script):
+    monkeypatch.setattr(script, "evaluate", lambda *_: np.array([1.0, 2, 6]))
+    row = read_rows(run(script, total_timesteps=64, eval_interval=1))[0]
+    assert float(row["eval/test_return"]) == 3
+    assert float(row["eval/test_stderr"]) == pytest.approx(scipy.stats.sem([1, 2, 6]))
 
 
 def identical(run_dir, other):

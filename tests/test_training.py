@@ -1,6 +1,7 @@
 """Whole runs of the scripts on real procgen, in small."""
 
 import ast
+import contextlib
 import copy
 import importlib.metadata
 import os
@@ -12,7 +13,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 import torch
-from conftest import CHEAP_PPO, ROOT, as_flags, comparable, parse, read_rows, same
+from conftest import CHEAP_PPO, ROOT, as_flags, comparable, make_args, parse, read_rows, same
 from packaging.requirements import Requirement
 from packaging.version import Version
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -431,6 +432,34 @@ def test_every_finished_episode_counts(run, monkeypatch):
 @pytest.mark.parametrize("flags", [{}, {"arch": "detach", "aux_dtype": "bfloat16"}])
 def test_same_seed_same_bits(run, trained, flags):
     assert same(run(**flags), trained(**flags))
+
+
+def test_the_seed_chooses_the_levels():
+    first, again, other = (ProcgenVectorEnv("starpilot", 4, seed=seed).reset()[0] for seed in (1, 1, 2))
+    assert (first == again).all() and (first != other).any()
+
+
+def test_each_seed_and_each_rank_has_games_of_its_own(script, monkeypatch, tmp_path):
+    """Rank 0 plays those of the seed itself."""
+
+    class Made(Exception):
+        """With the seed of the first environments."""
+
+    def make(*_, seed=0, **__):
+        raise Made(seed)
+
+    def seed_of_games(seed: int, rank: int) -> int:
+        monkeypatch.setattr(script, "RANK", 0)
+        args = make_args(script, tmp_path / "run", seed=seed)
+        monkeypatch.setattr(script, "RANK", rank)
+        with pytest.raises(Made) as made:
+            script.train(args, {}, None, contextlib.ExitStack())
+        return made.value.args[0]
+
+    monkeypatch.setattr(script, "ProcgenVectorEnv", make)
+    seeds = [[seed_of_games(seed, rank) for rank in range(4)] for seed in (1, 2)]
+    assert [row[0] for row in seeds] == [1, 2]
+    assert len({seed for row in seeds for seed in row}) == 8
 
 
 def test_ppo_same_seed_same_bits_other_seed_others(run, trained):
