@@ -47,6 +47,8 @@ BLOCKS = [
     (121, 160),
 ]
 
+SUMMARY = ["value_loss", "clipfrac", "policy_entropy", "explained_variance"]  # over updates 1 to 24
+
 
 @dataclass
 class Args:
@@ -81,6 +83,25 @@ def deviation(own: pd.Series, published: pd.DataFrame) -> pd.Series:
     (half the range of the runs). At most 1 is agreement."""
     allowed = np.maximum(0.15 * published.mean(axis=1).abs(), (published.max(axis=1) - published.min(axis=1)) / 2)
     return (own - published.mean(axis=1)).abs() / allowed
+
+
+def agreement(own: pd.DataFrame, published: list[pd.DataFrame]) -> str:
+    """How many of a run's block means agree with the published ones, of those that it has."""
+    far = pd.DataFrame({x: deviation(own[x], pd.concat([table[x] for table in published], axis=1)) for x in SUMMARY})
+    far = far[[end <= 24 for _, end in far.index]].stack().dropna()
+    return f"{(far <= 1).sum()} of {len(far)}"
+
+
+def summary_table(games: dict[str, dict[str, pd.DataFrame]]) -> str:
+    """A row a run of ours, with what the published runs reach, each beside the other two."""
+    rows = []
+    for game, runs in sorted(games.items()):
+        published = [block_means(table) for table in load_published(game).values()]
+        among = [agreement(table, [other for other in published if other is not table]) for table in published]
+        rows += [
+            [game, name, agreement(block_means(table), published), ", ".join(among)] for name, table in runs.items()
+        ]
+    return markdown(["game", "run", "agrees", "published runs, each beside the other two"], rows)
 
 
 def game_text(runs: dict[str, pd.DataFrame], published: dict[str, pd.DataFrame]) -> list[str]:
@@ -143,10 +164,11 @@ def main(args: Args) -> None:
         "Published: openai/train-procgen, PPO, easy, all levels, 3 runs. Means over blocks of updates. (!): further "
         "from the published mean than 15 % of it and than half the range of the three runs.",
     ]
-    for game, runs in sorted(games.items()):
-        if not (published := load_published(game)):
-            notes.append(f"- {game}: no published updates")
-            continue
+    known = {game: runs for game, runs in games.items() if load_published(game)}
+    notes += [f"- {game}: no published updates" for game in games.keys() - known]
+    text += [f"In agreement, of the block means of {', '.join(SUMMARY)} up to update 24:", summary_table(known)]
+    for game, runs in sorted(known.items()):
+        published = load_published(game)
         draw(runs, published, args.out / f"dynamics_{game}.png")
         text += [f"## {game}", f"![{game}](dynamics_{game}.png)", *game_text(runs, published)]
     (args.out / "dynamics.md").write_text("\n\n".join(text + notes) + "\n")
