@@ -1,6 +1,6 @@
 """Killed, stopped and damaged runs: real processes, real signals, real files."""
 
-import fcntl
+import contextlib
 import json
 import os
 import random
@@ -221,12 +221,13 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(trained, tmp_path):
 
 def test_a_run_in_use_is_refused_and_stays_as_it_is(finished):
     run_dir = finished()
-    args, before = parse(ppg_procgen, "--resume", run_dir, "--total-timesteps", 256), snapshot(run_dir)
-    with open(run_dir / "metrics.csv") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    args = parse(ppg_procgen, "--resume", run_dir, "--total-timesteps", 256)
+    with contextlib.ExitStack() as other:
+        ppg_procgen.open_run(args, ppg_procgen.describe(args), other)
+        before = snapshot(run_dir)
         with pytest.raises(UsageError, match="another process"):
             train(ppg_procgen, args)
-    assert snapshot(run_dir) == before
+        assert snapshot(run_dir) == before
     train(ppg_procgen, args)
 
 
