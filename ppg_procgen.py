@@ -95,11 +95,11 @@ class Args:
     anneal_lr: bool = False  # anneal the learning rate linearly to zero over the whole run
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
-    reward_gamma: float = 0.99  # discount of the returns whose deviation normalises the rewards
+    reward_gamma: float = 0.99  # discount of the returns whose standard deviation scales the rewards
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
-    num_grad_accum: int = 0  # chunks to run a minibatch in: same step, less memory; 0: chunks of 512 on a CPU, else one
+    num_grad_accum: int = 0  # chunks per minibatch: same step, less memory; 0: of 512 samples on a CPU, else one
     e_policy: int = 1  # E_pi: policy epochs of an iteration
-    # E_V: value epochs; if not E_pi, they come before the policy's
+    # E_V: value epochs; if E_V != E_pi, they come before the policy's
     e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
     kl_coef: float = 0.0  # beta_pi: weight of KL[pi_old, pi]; the paper's KL variant: --clip-coef 0 --kl-coef 1
@@ -114,7 +114,7 @@ class Args:
     # auxiliary phase
     n_iteration: int = 32  # N_pi: policy iterations before an auxiliary phase
     e_auxiliary: int = 6  # E_aux: epochs of an auxiliary phase over the N_pi * N stored rollouts; 0: no such phase
-    aux_learning_rate: float = 5e-4  # Adam's learning rate in the auxiliary phase, annealed like the other
+    aux_learning_rate: float = 5e-4  # Adam's learning rate in the auxiliary phase, annealed likewise
     beta_clone: float = 1.0  # weight of the behavioural cloning term KL[pi_old, pi]
     num_aux_rollouts: int = 4  # full rollouts of T steps in an auxiliary minibatch
     num_aux_minibatches: int = 0  # auxiliary minibatches of an epoch, drawn from the whole buffer; 0: all of them
@@ -125,6 +125,7 @@ class Args:
     aux_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 if the processor has fast bfloat16
 
     # derived
+    device: str = field(init=False)
     num_ranks: int = field(init=False)
     batch_size: int = field(init=False)
     minibatch_size: int = field(init=False)
@@ -132,14 +133,15 @@ class Args:
 
     def __post_init__(self) -> None:
         """Derive sizes. UsageError for what cannot run."""
-        self.cuda = self.cuda and torch.cuda.is_available()
+        self.device = f"cuda:{LOCAL_RANK}" if self.cuda and torch.cuda.is_available() else "cpu"
         self.num_ranks, self.batch_size = NUM_RANKS, self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size * NUM_RANKS, 1)
         check_args(self)
         if self.aux_dtype == "auto":
             cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-            is_fast = torch.cuda.get_device_capability(LOCAL_RANK) >= (8, 0) if self.cuda else "avx512_bf16" in cpu
+            gpu = self.device != "cpu" and torch.cuda.get_device_capability(self.device)
+            is_fast = gpu >= (8, 0) if gpu else "avx512_bf16" in cpu
             self.aux_dtype = "bfloat16" if is_fast else "float32"
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
@@ -148,7 +150,7 @@ class Args:
 # ---- 2 Networks ------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def normalized_init(layer: nn.Conv2d | nn.Linear, scale: float) -> nn.Conv2d | nn.Linear:  # [PPG-3]
-    """Give the weights of each output unit the L2 norm scale, their direction from torch's default; biases zero."""
+    """Rescale torch's default weights so that those of each output unit have L2 norm scale; biases zero."""
     norms = torch.linalg.vector_norm(layer.weight, dim=tuple(range(1, layer.weight.dim())), keepdim=True)
     layer.weight *= scale / norms
     layer.bias.zero_()
@@ -173,7 +175,7 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # max-pooling commutes with adding a bias: same bits, and compiled, backward need not keep conv + bias as well
+        # max-pooling commutes with adding a bias: same bits, and a compiled backward need not keep conv + bias
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
@@ -192,7 +194,7 @@ class ImpalaCNN(nn.Module):
 
 
 class Outputs(NamedTuple):
-    """What the agent computes from observations; None for what was not asked."""
+    """What the agent computes from observations; None for what is not computed."""
 
     logits: torch.Tensor | None  # (B, A)
     values: torch.Tensor | None  # (B,)
@@ -219,7 +221,7 @@ class Agent(nn.Module):
             features = self.policy_encoder(obs)
         if policy:
             logits = self.policy_head(features)
-        if aux:  # not always: compiled, an unused output gets gradients of zero, and Adam's momentum moves the head
+        if aux:  # on request: if compiled, an unused head gets gradients of zero, and Adam's momentum moves it
             aux_values = self.aux_value_head(features).squeeze(-1)
         if value:
             if self.arch == "dual":
@@ -252,7 +254,7 @@ def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, 
         ratio = logratio.exp()
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) if args.clip_coef > 0 else ratio
         pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-        kl_k2 = 0.5 * logratio.square().mean()  # estimates KL[pi_old, pi], as in the reference code; k1 and k3 do too:
+        kl_k2 = 0.5 * logratio.square().mean()  # estimates KL[pi_old, pi], as in the reference code; next: k1 and k3
         stats["old_approx_kl"], stats["approx_kl"] = -logratio.mean(), (ratio - 1 - logratio).mean()
         stats["approx_kl_k2"], stats["clipfrac"] = kl_k2, (clipped != ratio).float().mean()
         stats["policy_loss"] = pg_loss + args.kl_coef * kl_k2
@@ -280,8 +282,8 @@ def auxiliary_phase_loss(agent, args, obs, old_logprobs, returns):
 
 
 def update(optimizer, loss_fn: Callable, num_chunks: int, max_grad_norm: float, **minibatch: torch.Tensor) -> dict:
-    """One optimizer step on the mean of loss_fn over a minibatch of each rank. Only one of num_chunks chunks at a time
-    holds activations. Returns scalar tensors by name; they stay on the device, so the host need not wait."""
+    """One optimizer step on loss_fn's mean over the minibatches of all ranks. Runs num_chunks chunks one by one to save
+    memory. Returns scalar tensors by name; they stay on the device, so the host need not wait."""
     optimizer.zero_grad()  # (critical!) gradients of another phase must not leak into this step
     params, batch_size = optimizer.param_groups[0]["params"], len(minibatch["returns"])
     totals: dict[str, torch.Tensor] = {}
@@ -301,7 +303,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     """Algorithm 1 of the paper. cleanup: what must be closed when the run ends, however it ends."""
     T, N, num_iterations = args.num_steps, args.num_envs, args.num_iterations
     own = slice(RANK * N, (RANK + 1) * N)  # this rank's columns in arrays of all ranks
-    device = torch.device(f"cuda:{LOCAL_RANK}" if args.cuda else "cpu")
+    device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks begin with the same weights, then draw their own levels and actions
     rank_seed = int(np.random.SeedSequence([args.seed, RANK]).generate_state(1)[0]) % NUM_LEVELS if RANK else args.seed
 
@@ -358,7 +360,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     rewards, dones = torch.empty((T, N)), torch.empty((T + 1, N))  # on the host; dones[t]: 1 where an episode begins
     num_rows = args.n_iteration * N if args.e_auxiliary > 0 else 0
     aux_shape = (num_rows, T, *envs.obs_shape)
-    # auto: B is on the GPU if it fits beside 3 MB a sample of both phases (CUDA graphs keep their memory)
+    # auto: B is on the GPU if it fits beside 3 MB per minibatch sample of both phases (CUDA graphs keep their memory)
     needed = math.prod(aux_shape) + 2e9 + 3e6 * (args.minibatch_size + args.num_aux_rollouts * T)
     fits = device.type == "cpu" or args.aux_device == "cuda" or needed < torch.cuda.mem_get_info()[0]
     aux_device = device if fits and args.aux_device != "cpu" else torch.device("cpu")
@@ -472,7 +474,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
 
 # ---- 5 Environment and statistics ------------------------------------------------------------------------------------
 NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
-GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks another mode, procgen aborts the process
+GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks a mode, procgen ends the process
     "extreme": "chaser dodgeball leaper starpilot".split(),
     "memory": "caveflyer dodgeball heist jumper maze miner".split(),
     "exploration": "caveflyer climber coinrun heist jumper leaper maze ninja".split(),
@@ -488,7 +490,7 @@ class ProcgenVectorEnv:
 
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
-        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # default: a random seed
+        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # its default is random
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
@@ -554,7 +556,7 @@ class RewardNormalizer(nn.Module):
         self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, rewards: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-        """Add a rollout's R_t to the statistics, then normalise its rewards (T, N). firsts (T, N): 1 at an o_0."""
+        """Add a rollout's R_t to the statistics, then normalise its rewards (T, N). firsts (T, N): 1 at a start."""
         for reward, first in zip(rewards, firsts, strict=True):
             self.returns.mul_(self.gamma).mul_(1 - first).add_(reward)
             self.moments += torch.stack([self.returns**k for k in range(3)]).sum(1)
@@ -578,13 +580,13 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    elif platform.libc_ver()[0] == "glibc":  # keep freed activations: to map them anew costs up to 40 % of the time
+    elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it anew costs up to 40 % of the time
         ctypes.CDLL(None).mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     agent.to(device, memory_format=torch.channels_last)
     if device.type == "cuda" and args.compile:
-        torch._dynamo.config.cache_size_limit = 64  # heads, phases and batch sizes are compiled apart: up to 12
-        # forced: else Inductor gives up channels_last, because no convolution has more than 64 channels
+        torch._dynamo.config.cache_size_limit = 64  # one compilation per heads, phase and batch size: up to 12
+        # else Inductor gives up channels_last, because no convolution has more than 64 channels
         agent = torch.compile(agent, fullgraph=True, dynamic=False, options={"force_layout_optimization": True})
 
     def aux_agent(obs: torch.Tensor, **heads: bool) -> Outputs:
@@ -596,8 +598,8 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
 
 
 class CudaGraph:
-    """A function from tensors by name to tensors by name, captured at its fourth call, then replayed. The calls before
-    warm up on real work, so no state is restored. Shapes, and the tensors that it changes, must stay the same."""
+    """A CUDA graph of a function of named tensors: captured at call 4, then replayed. Calls 1 to 3 warm up on real
+    work, so no state is restored. Shapes, and the tensors that the function changes, must stay the same."""
 
     def __init__(self, function: Callable) -> None:
         self.function, self.num_calls = function, 0
@@ -630,7 +632,7 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
     def stop(number: int, _) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
-    if NUM_RANKS > 1:  # after Adam: it imports torch._dynamo, which would keep the group's threads; they abort at exit
+    if NUM_RANKS > 1:  # after Adam, whose import of torch._dynamo would keep the group's threads; they abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
@@ -651,7 +653,7 @@ def average_grads(params: list[nn.Parameter]) -> None:
 
 
 def gather(x) -> list:
-    """x of every rank, on every rank, by pickle: for what is small."""
+    """List of all ranks' x, on every rank; pickled, so for small data."""
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
         dist.all_gather_object(everyone, x)
@@ -669,11 +671,11 @@ COLUMNS += [f"time/{x}" for x in PHASES]
 COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
 
 
-class UsageError(ValueError):
+class UsageError(BaseException):  # these two are no Exception, which library code might catch
     """The request cannot be served: one line, exit code 2."""
 
 
-class Stopped(BaseException):  # not an Exception, which library code might catch
+class Stopped(BaseException):
     """The run ended early: a reason and an exit code."""
 
 
@@ -721,7 +723,7 @@ class Logger:
             options |= {"id": self.state["wandb_id"], "name": Path(args.run_dir).name, "dir": args.run_dir}
             wandb.init(sync_tensorboard=True, save_code=True, resume="allow", **options)
             cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
-        file.truncate(0)  # rows after the checkpoint will come again
+        file.truncate(0)  # rows after the checkpoint are redone
         file.write(self.state["csv"])
         self.tensorboard = cleanup.enter_context(SummaryWriter(args.run_dir, purge_step=step + 1))
 
@@ -735,22 +737,16 @@ class Logger:
         row = {name: x for name, x in row.items() if math.isfinite(x)}
         line = ",".join(str(row.get(name, "")) for name in COLUMNS) + "\n"
         self.file.write(line)
-        self.file.flush()
         self.state |= {"step": step, "wall_time": row["wall_time"], "csv": self.state["csv"] + line}
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, step)
+        self.tensorboard.flush()
         text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | "
         text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items() if x >= 0.05)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             eta = tqdm.format_interval((self.bar.total - step) / speed)
             say(f"step {step:>11,} {step / self.bar.total:6.1%} | {speed:7,.0f} steps/s | ETA {eta:>8} | {text}")
-
-    def state_dict(self) -> dict:
-        """Where a resumed run continues. All before it is on the disk when this returns."""
-        self.tensorboard.flush()
-        os.fsync(self.file.fileno())
-        return self.state
 
 
 class Checkpoint:
@@ -767,7 +763,7 @@ class Checkpoint:
         rank_state["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
         state = {"about": self.about, "iteration": iteration, "finished": finished, "ranks": gather(rank_state)}
         if RANK == 0:
-            state |= {name: part.state_dict() for name, part in (self.parts | {"logger": self.logger}).items()}
+            state |= {name: part.state_dict() for name, part in self.parts.items()} | {"logger": self.logger.state}
             save_atomically(self.path.with_name("agent.pt"), {name: x.cpu() for name, x in state["agent"].items()})
             save_atomically(self.path, load_checkpoint(self.path) | {"finished": finished} if in_phase else state)
 
@@ -786,7 +782,7 @@ class Checkpoint:
 def save_atomically(path: Path, state: dict) -> None:
     """torch.save such that a crash or a full disk leaves the whole old file or the whole new one."""
     buffer, temporary = io.BytesIO(), path.with_name(path.name + ".tmp")
-    torch.save(state, buffer)  # into a file it raises no OSError on a full disk
+    torch.save(state, buffer)  # into a file: RuntimeError on a full disk
     try:
         with open(temporary, "wb") as file:
             file.write(buffer.getvalue())
@@ -799,23 +795,23 @@ def save_atomically(path: Path, state: dict) -> None:
 
 def load_checkpoint(path: Path) -> dict:
     """A checkpoint, on the CPU, without running pickled code. UsageError if it is missing or damaged."""
-    require(path.exists(), f"no checkpoint to resume from: {path}; start the run again, without --resume")
     try:
+        require(path.exists(), f"no checkpoint to resume from: {path}; start the run again, without --resume")
         with zipfile.ZipFile(path) as file:
-            require(not file.testzip(), "wrong CRC")  # torch.load does not compare them
+            require(not file.testzip(), f"{path} is damaged (wrong CRC)")  # torch.load does not compare CRCs
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise almost anything
         raise UsageError(f"{path} is damaged, or no checkpoint ({type(error).__name__})") from None
 
 
 def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
-    """Open and lock metrics.csv. UsageError, with nothing written, if the folder is in use, or not empty but new."""
+    """Open and lock metrics.csv. UsageError, with nothing written, if it is in use, or a new run's folder not empty."""
     run_dir = Path(args.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         is_usable = args.resume or not any(run_dir.iterdir())
         require(is_usable, f"{run_dir} is not empty: --resume the run in it, remove it, or choose another --run-dir")
-        file = cleanup.enter_context(open(run_dir / "metrics.csv", "a", newline=""))
+        file = cleanup.enter_context(open(run_dir / "metrics.csv", "a", buffering=1, newline=""))  # flushes each line
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it, however the process ends
         if not args.resume:
             (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
@@ -829,8 +825,8 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
 # ---- 8 Evaluation and video ------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = lambda _: None) -> np.ndarray:
-    """Raw returns (num_envs,) of an episode in each environment: the same number from each, or short ones would count
-    more. Draws from a generator of its own. Calls on_step(playing) after each step, with who has not finished."""
+    """One raw return per environment, (num_envs,): counting all episodes would favour short ones. Uses its own
+    generator. Calls on_step(playing) after each step; playing (num_envs,) is True where the episode goes on."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     returns, playing, (obs, _) = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool), envs.reset()
@@ -901,8 +897,8 @@ class Evaluator:
 # ---- 9 Command line --------------------------------------------------------------------------------------------------
 ALGORITHM = "ppg"
 MAY_CHANGE = {"cuda", "num_grad_accum", "num_aux_grad_accum", "aux_device", "env_threads"}  # when a run is resumed
-# the words before the script in the command line of this process, or of torchrun
-LAUNCHER = Path(f"/proc/{os.getppid() if NUM_RANKS > 1 else os.getpid()}/cmdline").read_text().split("\0")
+_starter = os.getppid() if dist.is_torchelastic_launched() else "self"  # torchrun, or the Python of this process
+LAUNCHER = Path(f"/proc/{_starter}/cmdline").read_text().split("\0")  # below: its words before the script
 LAUNCHER = LAUNCHER[: LAUNCHER.index(sys.argv[0])] if sys.argv[0] in LAUNCHER else LAUNCHER[:1]
 
 
@@ -926,16 +922,18 @@ def check_args(args: Args) -> None:
     require(mode != "exploration" or args.num_levels == 0, "exploration mode has a single level of its own")
     size, number = args.batch_size, args.num_minibatches
     require(size % number == 0, f"num_minibatches ({number}) must divide num_envs * num_steps ({size})")
+    on_gpu = args.device != "cpu"
+    require(not on_gpu or LOCAL_RANK < torch.cuda.device_count(), "there are more ranks than GPUs on this machine")
     require(args.num_iterations > 0, f"total_timesteps is less than an iteration of {size * NUM_RANKS} steps")
     size, number = args.n_iteration * args.num_envs if args.e_auxiliary > 0 else 0, args.num_aux_rollouts
     require(size % number == 0, f"num_aux_rollouts ({number}) must divide n_iteration * num_envs ({size})")
     number *= args.num_aux_minibatches if args.e_auxiliary > 0 else 0
     require(number <= size, f"num_aux_minibatches take {number} rollouts, but the buffer has {size}")
     require(not args.single_optimizer or args.aux_learning_rate == args.learning_rate, "one optimizer has one rate")
-    require(args.cuda or args.aux_device != "cuda", "aux_device: there is no GPU in use")
+    require(on_gpu or args.aux_device != "cuda", "aux_device: there is no GPU in use")
     size = ((size + args.num_envs) * args.num_steps * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if args.cuda else 0
+    memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if on_gpu else 0
     require(size < memory, f"rollouts and environments need {size:,.0f} GB of {memory:,.0f} GB of memory")
 
 
@@ -946,7 +944,7 @@ def describe(args: Args) -> dict:
     git = "git describe --always --dirty --abbrev=40 '--exclude=*'"
     git = subprocess.run(git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
-    gpu = torch.cuda.get_device_name() if args.cuda else None
+    gpu = torch.cuda.get_device_name() if args.device != "cpu" else None
     about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": git.stdout.strip(), "versions": versions}
     about |= {"hardware": {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}}
     return about | {"command": shlex.join([*LAUNCHER, *sys.argv]), "date": time.strftime("%FT%T%z")}
@@ -959,8 +957,6 @@ def main(args: Args) -> None:
             about = describe(args)
             train(args, about, open_run(args, about, cleanup) if RANK == 0 else None, cleanup)
         return say(f"finished; weights, metrics and checkpoint are in {args.run_dir}")
-    except UsageError:
-        raise
     except Stopped as stopped:
         reason, code = stopped.args
     except Exception as error:
@@ -993,8 +989,7 @@ def parse_args() -> Args:
     if args.total_timesteps > default.total_timesteps and not args.anneal_lr:
         names.remove("total_timesteps")
     for name in names - MAY_CHANGE | {"num_ranks"}:
-        same = getattr(args, name) == saved[name]
-        require(same, f"{name} contradicts the checkpoint, which has {saved[name]}")
+        require(getattr(args, name) == saved[name], f"{name} contradicts the checkpoint, which has {saved[name]}")
     if state["finished"] and args.num_iterations == default.num_iterations:
         sys.exit(say(f"{resume} is finished; a larger --total-timesteps extends it"))
     return args

@@ -95,9 +95,9 @@ class Args:
     anneal_lr: bool = False  # anneal the learning rate linearly to zero over the whole run
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
-    reward_gamma: float = 0.99  # discount of the returns whose deviation normalises the rewards
+    reward_gamma: float = 0.99  # discount of the returns whose standard deviation scales the rewards
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
-    num_grad_accum: int = 0  # chunks to run a minibatch in: same step, less memory; 0: chunks of 512 on a CPU, else one
+    num_grad_accum: int = 0  # chunks per minibatch: same step, less memory; 0: of 512 samples on a CPU, else one
     update_epochs: int = 3  # epochs over the N * T samples
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
     ent_coef: float = 0.01  # c: weight of the entropy bonus
@@ -106,6 +106,7 @@ class Args:
     max_grad_norm: float = 0.5  # clip the norm of the gradient; 0: no clipping
 
     # derived
+    device: str = field(init=False)
     num_ranks: int = field(init=False)
     batch_size: int = field(init=False)
     minibatch_size: int = field(init=False)
@@ -113,7 +114,7 @@ class Args:
 
     def __post_init__(self) -> None:
         """Derive sizes. UsageError for what cannot run."""
-        self.cuda = self.cuda and torch.cuda.is_available()
+        self.device = f"cuda:{LOCAL_RANK}" if self.cuda and torch.cuda.is_available() else "cpu"
         self.num_ranks, self.batch_size = NUM_RANKS, self.num_envs * self.num_steps
         self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size * NUM_RANKS, 1)
@@ -140,7 +141,7 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # max-pooling commutes with adding a bias: same bits, and compiled, backward need not keep conv + bias as well
+        # max-pooling commutes with adding a bias: same bits, and a compiled backward need not keep conv + bias
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
@@ -159,7 +160,7 @@ class ImpalaCNN(nn.Module):
 
 
 class Outputs(NamedTuple):
-    """What the agent computes from observations; None for what was not asked."""
+    """What the agent computes from observations; None for what is not computed."""
 
     logits: torch.Tensor | None  # (B, A)
     values: torch.Tensor | None  # (B,)
@@ -180,7 +181,7 @@ class Agent(nn.Module):
         nn.init.orthogonal_(self.value_head.weight, 1.0)
 
     def forward(self, obs: torch.Tensor, value: bool = True) -> Outputs:
-        """obs: uint8 (B, 64, 64, 3). Without value, no values."""
+        """obs: uint8 (B, 64, 64, 3). Without value, values is None."""
         features = self.encoder(obs)
         return Outputs(self.policy_head(features), self.value_head(features).squeeze(-1) if value else None)
 
@@ -206,7 +207,7 @@ def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, 
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) if args.clip_coef > 0 else ratio
     pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-    kl_k2 = 0.5 * logratio.square().mean()  # estimates KL[pi_old, pi], as in the reference code; k1 and k3 do too:
+    kl_k2 = 0.5 * logratio.square().mean()  # estimates KL[pi_old, pi], as in the reference code; next: k1 and k3
     stats["old_approx_kl"], stats["approx_kl"] = -logratio.mean(), (ratio - 1 - logratio).mean()
     stats["approx_kl_k2"], stats["clipfrac"] = kl_k2, (clipped != ratio).float().mean()
     stats["policy_loss"] = pg_loss
@@ -221,8 +222,8 @@ def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, 
 
 
 def update(optimizer, loss_fn: Callable, num_chunks: int, max_grad_norm: float, **minibatch: torch.Tensor) -> dict:
-    """One optimizer step on the mean of loss_fn over a minibatch of each rank. Only one of num_chunks chunks at a time
-    holds activations. Returns scalar tensors by name; they stay on the device, so the host need not wait."""
+    """One optimizer step on loss_fn's mean over the minibatches of all ranks. Runs num_chunks chunks one by one to save
+    memory. Returns scalar tensors by name; they stay on the device, so the host need not wait."""
     optimizer.zero_grad()  # (critical!) gradients of another phase must not leak into this step
     params, batch_size = optimizer.param_groups[0]["params"], len(minibatch["returns"])
     totals: dict[str, torch.Tensor] = {}
@@ -242,7 +243,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     """The training loop. cleanup: what must be closed when the run ends, however it ends."""
     T, N, num_iterations = args.num_steps, args.num_envs, args.num_iterations
     own = slice(RANK * N, (RANK + 1) * N)  # this rank's columns in arrays of all ranks
-    device = torch.device(f"cuda:{LOCAL_RANK}" if args.cuda else "cpu")
+    device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks begin with the same weights, then draw their own levels and actions
     rank_seed = int(np.random.SeedSequence([args.seed, RANK]).generate_state(1)[0]) % NUM_LEVELS if RANK else args.seed
 
@@ -359,7 +360,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
 
 # ---- 5 Environment and statistics ------------------------------------------------------------------------------------
 NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
-GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks another mode, procgen aborts the process
+GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks a mode, procgen ends the process
     "extreme": "chaser dodgeball leaper starpilot".split(),
     "memory": "caveflyer dodgeball heist jumper maze miner".split(),
     "exploration": "caveflyer climber coinrun heist jumper leaper maze ninja".split(),
@@ -375,7 +376,7 @@ class ProcgenVectorEnv:
 
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
-        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # default: a random seed
+        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # its default is random
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
@@ -432,7 +433,7 @@ class EpisodeStatistics(nn.Module):
 
 class RewardNormalizer(nn.Module):
     """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1} over all environments. Step
-    by step, as baselines' VecNormalize: in the first steps it is still small, so the first rewards count for more."""
+    by step, as baselines' VecNormalize: it starts small, so the first rewards count for more."""
 
     def __init__(self, num_envs: int, gamma: float) -> None:
         super().__init__()
@@ -442,7 +443,7 @@ class RewardNormalizer(nn.Module):
         self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, rewards: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-        """Normalise the rewards (T, N) of a rollout, each step with the R_t up to its own; clipped to [-10, 10]. firsts
+        """Normalise the rewards (T, N) of a rollout, each step by the R_t seen so far; clipped to [-10, 10]. firsts
         (T, N): 1 where o_t begins an episode."""
         normalized = torch.empty_like(rewards)
         for t, (reward, first) in enumerate(zip(rewards, firsts, strict=True)):
@@ -469,20 +470,20 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    elif platform.libc_ver()[0] == "glibc":  # keep freed activations: to map them anew costs up to 40 % of the time
+    elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it anew costs up to 40 % of the time
         ctypes.CDLL(None).mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     agent.to(device, memory_format=torch.channels_last)
     if device.type == "cuda" and args.compile:
-        torch._dynamo.config.cache_size_limit = 64  # batch sizes are compiled apart
-        # forced: else Inductor gives up channels_last, because no convolution has more than 64 channels
+        torch._dynamo.config.cache_size_limit = 64  # one compilation per batch size
+        # else Inductor gives up channels_last, because no convolution has more than 64 channels
         agent = torch.compile(agent, fullgraph=True, dynamic=False, options={"force_layout_optimization": True})
     return agent, CudaGraph if device.type == "cuda" and args.cuda_graphs else lambda function: function
 
 
 class CudaGraph:
-    """A function from tensors by name to tensors by name, captured at its fourth call, then replayed. The calls before
-    warm up on real work, so no state is restored. Shapes, and the tensors that it changes, must stay the same."""
+    """A CUDA graph of a function of named tensors: captured at call 4, then replayed. Calls 1 to 3 warm up on real
+    work, so no state is restored. Shapes, and the tensors that the function changes, must stay the same."""
 
     def __init__(self, function: Callable) -> None:
         self.function, self.num_calls = function, 0
@@ -515,7 +516,7 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
     def stop(number: int, _) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
-    if NUM_RANKS > 1:  # after Adam: it imports torch._dynamo, which would keep the group's threads; they abort at exit
+    if NUM_RANKS > 1:  # after Adam, whose import of torch._dynamo would keep the group's threads; they abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
@@ -536,7 +537,7 @@ def average_grads(params: list[nn.Parameter]) -> None:
 
 
 def gather(x) -> list:
-    """x of every rank, on every rank, by pickle: for what is small."""
+    """List of all ranks' x, on every rank; pickled, so for small data."""
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
         dist.all_gather_object(everyone, x)
@@ -553,11 +554,11 @@ COLUMNS += [f"time/{x}" for x in PHASES]
 COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
 
 
-class UsageError(ValueError):
+class UsageError(BaseException):  # these two are no Exception, which library code might catch
     """The request cannot be served: one line, exit code 2."""
 
 
-class Stopped(BaseException):  # not an Exception, which library code might catch
+class Stopped(BaseException):
     """The run ended early: a reason and an exit code."""
 
 
@@ -605,7 +606,7 @@ class Logger:
             options |= {"id": self.state["wandb_id"], "name": Path(args.run_dir).name, "dir": args.run_dir}
             wandb.init(sync_tensorboard=True, save_code=True, resume="allow", **options)
             cleanup.push(lambda error, *_: wandb.finish(exit_code=int(error is not None)))
-        file.truncate(0)  # rows after the checkpoint will come again
+        file.truncate(0)  # rows after the checkpoint are redone
         file.write(self.state["csv"])
         self.tensorboard = cleanup.enter_context(SummaryWriter(args.run_dir, purge_step=step + 1))
 
@@ -619,22 +620,16 @@ class Logger:
         row = {name: x for name, x in row.items() if math.isfinite(x)}
         line = ",".join(str(row.get(name, "")) for name in COLUMNS) + "\n"
         self.file.write(line)
-        self.file.flush()
         self.state |= {"step": step, "wall_time": row["wall_time"], "csv": self.state["csv"] + line}
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, step)
+        self.tensorboard.flush()
         text = f"return {row.get('charts/mean_return_100', math.nan):6.2f} | "
         text += ", ".join(f"{name.replace('_', ' ')} {x:.1f}s" for name, x in seconds.items() if x >= 0.05)
         self.bar.set_postfix_str(text)
         if self.bar.disable:
             eta = tqdm.format_interval((self.bar.total - step) / speed)
             say(f"step {step:>11,} {step / self.bar.total:6.1%} | {speed:7,.0f} steps/s | ETA {eta:>8} | {text}")
-
-    def state_dict(self) -> dict:
-        """Where a resumed run continues. All before it is on the disk when this returns."""
-        self.tensorboard.flush()
-        os.fsync(self.file.fileno())
-        return self.state
 
 
 class Checkpoint:
@@ -650,7 +645,7 @@ class Checkpoint:
         rank_state["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
         state = {"about": self.about, "iteration": iteration, "finished": finished, "ranks": gather(rank_state)}
         if RANK == 0:
-            state |= {name: part.state_dict() for name, part in (self.parts | {"logger": self.logger}).items()}
+            state |= {name: part.state_dict() for name, part in self.parts.items()} | {"logger": self.logger.state}
             save_atomically(self.path.with_name("agent.pt"), {name: x.cpu() for name, x in state["agent"].items()})
             save_atomically(self.path, state)
 
@@ -669,7 +664,7 @@ class Checkpoint:
 def save_atomically(path: Path, state: dict) -> None:
     """torch.save such that a crash or a full disk leaves the whole old file or the whole new one."""
     buffer, temporary = io.BytesIO(), path.with_name(path.name + ".tmp")
-    torch.save(state, buffer)  # into a file it raises no OSError on a full disk
+    torch.save(state, buffer)  # into a file: RuntimeError on a full disk
     try:
         with open(temporary, "wb") as file:
             file.write(buffer.getvalue())
@@ -682,23 +677,23 @@ def save_atomically(path: Path, state: dict) -> None:
 
 def load_checkpoint(path: Path) -> dict:
     """A checkpoint, on the CPU, without running pickled code. UsageError if it is missing or damaged."""
-    require(path.exists(), f"no checkpoint to resume from: {path}; start the run again, without --resume")
     try:
+        require(path.exists(), f"no checkpoint to resume from: {path}; start the run again, without --resume")
         with zipfile.ZipFile(path) as file:
-            require(not file.testzip(), "wrong CRC")  # torch.load does not compare them
+            require(not file.testzip(), f"{path} is damaged (wrong CRC)")  # torch.load does not compare CRCs
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can raise almost anything
         raise UsageError(f"{path} is damaged, or no checkpoint ({type(error).__name__})") from None
 
 
 def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
-    """Open and lock metrics.csv. UsageError, with nothing written, if the folder is in use, or not empty but new."""
+    """Open and lock metrics.csv. UsageError, with nothing written, if it is in use, or a new run's folder not empty."""
     run_dir = Path(args.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         is_usable = args.resume or not any(run_dir.iterdir())
         require(is_usable, f"{run_dir} is not empty: --resume the run in it, remove it, or choose another --run-dir")
-        file = cleanup.enter_context(open(run_dir / "metrics.csv", "a", newline=""))
+        file = cleanup.enter_context(open(run_dir / "metrics.csv", "a", buffering=1, newline=""))  # flushes each line
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it, however the process ends
         if not args.resume:
             (run_dir / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
@@ -712,8 +707,8 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack):
 # ---- 8 Evaluation and video ------------------------------------------------------------------------------------------
 @torch.no_grad()
 def evaluate(agent, envs, seed: int, greedy: bool = False, on_step: Callable = lambda _: None) -> np.ndarray:
-    """Raw returns (num_envs,) of an episode in each environment: the same number from each, or short ones would count
-    more. Draws from a generator of its own. Calls on_step(playing) after each step, with who has not finished."""
+    """One raw return per environment, (num_envs,): counting all episodes would favour short ones. Uses its own
+    generator. Calls on_step(playing) after each step; playing (num_envs,) is True where the episode goes on."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     returns, playing, (obs, _) = np.zeros(envs.num_envs), np.ones(envs.num_envs, bool), envs.reset()
@@ -784,8 +779,8 @@ class Evaluator:
 # ---- 9 Command line --------------------------------------------------------------------------------------------------
 ALGORITHM = "ppo"
 MAY_CHANGE = {"cuda", "num_grad_accum", "env_threads"}  # when a run is resumed
-# the words before the script in the command line of this process, or of torchrun
-LAUNCHER = Path(f"/proc/{os.getppid() if NUM_RANKS > 1 else os.getpid()}/cmdline").read_text().split("\0")
+_starter = os.getppid() if dist.is_torchelastic_launched() else "self"  # torchrun, or the Python of this process
+LAUNCHER = Path(f"/proc/{_starter}/cmdline").read_text().split("\0")  # below: its words before the script
 LAUNCHER = LAUNCHER[: LAUNCHER.index(sys.argv[0])] if sys.argv[0] in LAUNCHER else LAUNCHER[:1]
 
 
@@ -808,10 +803,12 @@ def check_args(args: Args) -> None:
     require(mode != "exploration" or args.num_levels == 0, "exploration mode has a single level of its own")
     size, number = args.batch_size, args.num_minibatches
     require(size % number == 0, f"num_minibatches ({number}) must divide num_envs * num_steps ({size})")
+    on_gpu = args.device != "cpu"
+    require(not on_gpu or LOCAL_RANK < torch.cuda.device_count(), "there are more ranks than GPUs on this machine")
     require(args.num_iterations > 0, f"total_timesteps is less than an iteration of {size * NUM_RANKS} steps")
     size = (size * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if args.cuda else 0
+    memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if on_gpu else 0
     require(size < memory, f"rollouts and environments need {size:,.0f} GB of {memory:,.0f} GB of memory")
 
 
@@ -822,7 +819,7 @@ def describe(args: Args) -> dict:
     git = "git describe --always --dirty --abbrev=40 '--exclude=*'"
     git = subprocess.run(git, shell=True, cwd=Path(__file__).resolve().parent, capture_output=True, text=True)
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__}
-    gpu = torch.cuda.get_device_name() if args.cuda else None
+    gpu = torch.cuda.get_device_name() if args.device != "cpu" else None
     about = {"algorithm": ALGORITHM, "args": asdict(args), "commit": git.stdout.strip(), "versions": versions}
     about |= {"hardware": {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}}
     return about | {"command": shlex.join([*LAUNCHER, *sys.argv]), "date": time.strftime("%FT%T%z")}
@@ -835,8 +832,6 @@ def main(args: Args) -> None:
             about = describe(args)
             train(args, about, open_run(args, about, cleanup) if RANK == 0 else None, cleanup)
         return say(f"finished; weights, metrics and checkpoint are in {args.run_dir}")
-    except UsageError:
-        raise
     except Stopped as stopped:
         reason, code = stopped.args
     except Exception as error:
@@ -869,8 +864,7 @@ def parse_args() -> Args:
     if args.total_timesteps > default.total_timesteps and not args.anneal_lr:
         names.remove("total_timesteps")
     for name in names - MAY_CHANGE | {"num_ranks"}:
-        same = getattr(args, name) == saved[name]
-        require(same, f"{name} contradicts the checkpoint, which has {saved[name]}")
+        require(getattr(args, name) == saved[name], f"{name} contradicts the checkpoint, which has {saved[name]}")
     if state["finished"] and args.num_iterations == default.num_iterations:
         sys.exit(say(f"{resume} is finished; a larger --total-timesteps extends it"))
     return args

@@ -440,13 +440,13 @@ def test_the_seed_chooses_the_levels():
 
 
 def test_each_seed_and_each_rank_has_games_of_its_own(script, monkeypatch, tmp_path):
-    """Rank 0 plays those of the seed itself."""
+    """Rank 0 plays those of the seed itself; the weights of all ranks come from the seed."""
 
     class Made(Exception):
         """With the seed of the first environments."""
 
     def make(*_, seed=0, **__):
-        raise Made(seed)
+        raise Made(seed, torch.initial_seed())
 
     def seed_of_games(seed: int, rank: int) -> int:
         monkeypatch.setattr(script, "RANK", 0)
@@ -454,6 +454,7 @@ def test_each_seed_and_each_rank_has_games_of_its_own(script, monkeypatch, tmp_p
         monkeypatch.setattr(script, "RANK", rank)
         with pytest.raises(Made) as made:
             script.train(args, {}, None, contextlib.ExitStack())
+        assert made.value.args[1] == seed
         return made.value.args[0]
 
     monkeypatch.setattr(script, "ProcgenVectorEnv", make)
