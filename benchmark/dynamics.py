@@ -3,8 +3,8 @@
     python benchmark/dynamics.py runs --out report           # report/dynamics.md with a picture a game
 
 A port that is the same has the same numbers from the first update on, long before returns differ. Published are the
-first 160 updates of PPO on all easy levels, 64 environments of 256 steps, 3 runs a game. Any run of ours can be laid
-beside them; only ppo_procgen.py with its defaults should agree.
+first 160 updates of PPO on all easy levels, 64 environments of 256 steps, 3 runs a game. Any run of ours on
+all easy levels with updates of that size can be laid beside them; only ppo_procgen.py with its defaults should agree.
 """
 
 import json
@@ -68,6 +68,9 @@ def load_published(game: str) -> dict[str, pd.DataFrame]:
 def load_run(folder: Path) -> tuple[str, str, pd.DataFrame]:
     """Name, game and measurements of a run of ours. Older runs lack the KL estimator k2; its column is empty then."""
     args = json.loads((folder / "args.json").read_text())["args"]
+    setting = {"distribution_mode": "easy", "num_levels": 0, "batch_size": 16_384}
+    if setting | {name: args[name] for name in setting if name in args} != setting:
+        raise ValueError("not on all easy levels in updates of 16,384 steps, as the published runs")
     table = pd.read_csv(folder / "metrics.csv").set_index("iteration").reindex(columns=QUANTITIES.values())
     return folder.name, args["env_id"], table.set_axis(list(QUANTITIES), axis=1)
 

@@ -10,11 +10,10 @@ sys.path.insert(0, str(ROOT))
 from benchmark import dynamics  # noqa: E402
 
 
-def write_run(folder: Path, game: str, updates: pd.DataFrame, **columns) -> None:
+def write_run(folder: Path, game: str, updates: pd.DataFrame, **args) -> None:
     folder.mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps({"args": {"env_id": game}}))
-    table = updates.rename(columns=dynamics.QUANTITIES).rename_axis("iteration").assign(**columns)
-    table.to_csv(folder / "metrics.csv")
+    (folder / "args.json").write_text(json.dumps({"args": {"env_id": game} | args}))
+    updates.rename(columns=dynamics.QUANTITIES).rename_axis("iteration").to_csv(folder / "metrics.csv")
 
 
 @pytest.fixture
@@ -50,7 +49,13 @@ def test_agreement_is_fifteen_percent_or_half_the_range():
 def test_what_cannot_be_compared_becomes_a_note(tmp_path, published):
     write_run(tmp_path / "runs" / "fine", "chaser", published[0].loc[:30])
     write_run(tmp_path / "runs" / "foreign", "tetris", published[0].loc[:30])
+    write_run(tmp_path / "runs" / "one_level", "chaser", published[0].loc[:30], num_levels=1)
     (tmp_path / "runs" / "broken").mkdir()
     (tmp_path / "runs" / "broken" / "args.json").write_text("{")
     text = page(tmp_path)
-    assert "tetris: no published updates" in text and "broken: left out" in text and "## tetris" not in text
+    assert (
+        "tetris: no published updates" in text
+        and "broken: left out" in text
+        and "one_level: left out" in text
+        and "## tetris" not in text
+    )
