@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does it still learn? Three games on one easy level each, five seeds: PPG with two networks, with one, and PPO, each run
+# Does it still learn? Two games on one easy level each, five seeds: PPG with two networks, with one, and PPO, each run
 # on one thread and as many at a time as there are cores. The same call again continues.
 #     bash benchmark/small.sh                                  any flag of benchmark/sweep.py may follow
 #     bash benchmark/small.sh --baseline path/to/cleanrl       CleanRL's PPG as well, from its checkout, unchanged; run by
@@ -30,5 +30,5 @@ if [ "$baseline" ]; then
 fi
 
 exec python3 benchmark/sweep.py --folder "sweeps/${TINY:+tiny/}small" --num-seeds 5 --workers "$cores" \
-    --env-ids starpilot bigfish dodgeball \
+    --env-ids starpilot dodgeball \
     --command "${commands[@]}" "$@"
