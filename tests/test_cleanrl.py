@@ -12,7 +12,7 @@ from conftest import read_rows
 from ppg_procgen import ProcgenVectorEnv
 
 WRAPPER = Path(__file__).parents[1] / "benchmark" / "cleanrl.py"
-pytestmark = pytest.mark.skipif(sys.version_info >= (3, 13), reason="procgen has no wheel")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.version_info >= (3, 13), reason="procgen has no wheel")]
 
 # takes actions by their number, as many steps as it is told; its own levels and seed are others
 SCRIPT = """

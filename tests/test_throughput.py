@@ -207,6 +207,7 @@ def test_probe(monkeypatch):
     assert all(value > 0 for value in machine.values())
 
 
+@pytest.mark.slow
 def test_real_run(tmp_path):
     """From the command line, in another folder; the phases measured are those of the script's own clock."""
     out = tmp_path / "throughput.json"
