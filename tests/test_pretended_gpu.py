@@ -56,9 +56,7 @@ def test_runs_and_resumes_without_a_violation(pretended, tmp_path, script, compi
     assert convolutions  # the stride of the channels is 1: channels_last
     assert all(int(strides[5]) == 1 for strides in convolutions)
     process = pretended(f"{script.split()[0]} --resume {tmp_path / 'run'} --total-timesteps 384")
-    # kernels do nothing, so numbers are what the memory held before: by chance one of them is not finite
-    assert process.returncode == 0 or re.search("^stopped: .* is (nan|inf|-inf)", process.stderr, re.M), process.stderr
-    assert process.counts["violations"] == 0
+    assert process.returncode == 0 and process.counts["violations"] == 0, process.stderr[-2000:]
 
 
 def test_the_host_waits_once_a_rollout_step_and_not_in_updates(pretended):
