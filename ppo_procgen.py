@@ -516,14 +516,19 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
     def stop(number: int, _) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
+    def release(error, *_) -> None:  # a failed run's process ends, and another signal must not cut its last words
+        for number, handler in old.items():
+            signal.signal(number, signal.SIG_IGN if error else handler)
+
     if NUM_RANKS > 1:  # after Adam, whose import of torch._dynamo would keep the group's threads; they abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
         # after an error the traceback still holds CUDA graphs, and destroy_process_group would wait for them
         cleanup.push(lambda error, *_: None if error and device.type == "cuda" else dist.destroy_process_group())
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # after init: rendezvous blocks Python's handlers
-        cleanup.callback(signal.signal, number, signal.signal(number, stop))
+    # after init: rendezvous blocks Python's handlers
+    old = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+    cleanup.push(release)
 
 
 def average_grads(params: list[nn.Parameter]) -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import functools
 import multiprocessing
@@ -39,7 +40,9 @@ def seed():
 
 def train(script, args, small: bool = True) -> Path:
     """A script's main in this process, with a small network unless the test is about the real one."""
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as handlers:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a failed run leaves them ignored
+            handlers.callback(signal.signal, number, signal.getsignal(number))
         if small:
             patch.setattr(script, "ImpalaCNN", worker.SmallCNN)
         script.main(args)

@@ -165,6 +165,15 @@ def test_a_second_interrupt_stops_at_once(start, tmp_path):
     assert result.returncode == 130 and "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_a_run_that_has_failed_does_not_cut_its_last_words(start, tmp_path, number):
+    """As when torchrun, having lost a rank, ends another that has just failed because of it."""
+    options = {"poison": {"k": 5}, "kill": {"target": "shlex.join", "k": 2, "number": int(number)}}
+    result = start(ppg_procgen, options, *as_flags(TINY_PPG | {"run_dir": tmp_path / "run"})).end()
+    assert result.returncode == 1
+    assert re.search("^stopped: .*nan.*\n.*to continue: .*--resume", result.stderr), result.stderr
+
+
 # ---- resumed with other flags
 
 
