@@ -269,7 +269,9 @@ def check_groups(runs: pd.DataFrame) -> list[str]:
         if len(short):
             notes.append(f"{title}: stopped before their total_timesteps, or still running: {run_list(short)}")
         flags = pd.DataFrame(list(group.args)).drop(columns=PER_RUN_ARGS, errors="ignore").astype(str)
-        for flag in flags.columns[flags.nunique() > 1]:
+        differ = (flags.nunique() > 1) & (flags.columns != "start_level")
+        differ |= (flags.groupby(group.env_id.to_numpy()).nunique() > 1).any()  # games may have levels of their own
+        for flag in flags.columns[differ]:
             notes.append(f"{title}: runs differ in {flag}: {', '.join(sorted(flags[flag].unique()))}")
     return notes
 
@@ -464,7 +466,8 @@ def time_text(seconds: float) -> str:
 
 
 def setting_title(mode: str, num_levels: int) -> str:
-    return f"{mode}, {f'{num_levels} training levels' if num_levels else 'all levels'}"
+    levels = f"{num_levels:,} training level{'s' if num_levels > 1 else ''}" if num_levels else "all levels"
+    return f"{mode}, {levels}"
 
 
 def mean_sd(values: pd.Series, digits: int) -> str:

@@ -306,6 +306,16 @@ def test_missing_seeds_early_ends_repeats_and_different_arguments_are_said(tmp_p
     assert "runs differ in num_envs: 32, 64" in text and "seed:" not in text
 
 
+@pytest.mark.parametrize("levels, said", [((10, 10), False), ((10, 11), True)])
+def test_games_may_have_levels_of_their_own_but_seeds_of_a_game_share_them(tmp_path, tool, levels, said):
+    for seed, level in enumerate(levels):
+        write_run(tmp_path / "runs", "maze", seed=seed, num_levels=1, start_level=0)
+        write_run(tmp_path / "runs", "ninja", seed=seed, num_levels=1, start_level=level)
+    page = tool(tmp_path / "runs")
+    assert ("runs differ in start_level" in page) == said
+    assert "## easy, 1 training level\n" in page
+
+
 # ---- pictures
 
 
