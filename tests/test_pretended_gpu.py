@@ -17,6 +17,26 @@ ROOT = Path(__file__).resolve().parents[1]
 PPG = "ppg_procgen.py --num-envs 4 --num-steps 16 --num-minibatches 2 --n-iteration 2 --num-aux-rollouts 2"
 PPO = "ppo_procgen.py --num-envs 4 --num-steps 16 --num-minibatches 2 --checkpoint-interval 2"
 
+# Runs SCRIPT FLAGS with black pictures: kernels write nothing, so networks give what their memory held before, and
+# white pixels, read as floats, are nan.
+BLACK = """
+import importlib, pathlib, sys
+sys.path.insert(0, ".")
+script = importlib.import_module(pathlib.Path(sys.argv.pop(1)).stem)
+
+class BlackGames(script.ProcgenVectorEnv):
+    def reset(self):
+        obs, infos = super().reset()
+        return 0 * obs, infos
+
+    def step(self, actions):
+        obs, *rest = super().step(actions)
+        return 0 * obs, *rest
+
+script.ProcgenVectorEnv = BlackGames
+script.main(script.parse_args())
+"""
+
 
 @pytest.fixture
 def pretended(tmp_path):
@@ -25,9 +45,13 @@ def pretended(tmp_path):
     if not command:
         pytest.skip("PRETENDED_GPU names no command")
 
+    (tmp_path / "black.py").write_text(BLACK)
+
     def run(arguments: str, **environment: str):
-        argv = [command, *arguments.split(), *([] if "--resume" in arguments else ["--run-dir", str(tmp_path / "run")])]
-        env = os.environ | {"SHOW_CONV": "1"} | environment
+        argv = [command, *re.sub(r"(\S+\.py)", rf"{tmp_path}/black.py \1", arguments).split()]
+        argv += [] if "--resume" in arguments else ["--run-dir", str(tmp_path / "run")]
+        # in processes of its own, torch's compiler would wait 300 seconds for their end
+        env = os.environ | {"SHOW_CONV": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | environment
         process = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
         counts = re.findall(r"\[fakecuda\] end: (.*)", process.stderr)
         pairs = re.findall(r"([a-z0-9 ]+?) (\d+)(?=,)", counts[-1]) if counts else []
