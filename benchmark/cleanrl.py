@@ -3,13 +3,14 @@
     PYTHON benchmark/cleanrl.py path/to/cleanrl/cleanrl/ppg_procgen.py --env-id starpilot --seed 1 --num-levels 1 \
         --num-envs 16 --num-steps 64 --n-iteration 16 --total-timesteps 49152 --run-dir runs/cleanrl
 
-PYTHON must have what that script needs: gym 0.23, procgen, torch, tyro, tensorboard. --num-levels, --start-level and
---run-dir are for this file; all other flags go to the script. What --help of the script calls optional is needed here
-where the example has it. The run folder has args.json and metrics.csv like one of ours, so that sweep.py and report.py
-read it. Counting is needed because the script logs the return of one environment a step, and drops those of others.
+PYTHON must have gym 0.23, procgen, numpy<2, torch, tyro, tensorboard and tqdm. --num-levels, --start-level and
+--run-dir are for this file; all other flags go to the script. The flags of the example are required, but for
+--num-levels. The run folder has args.json and metrics.csv like one of ours, so that sweep.py and report.py read it.
+Counting is needed because the script logs the return of one environment a step, and drops those of others. procgen
+steps in the main thread.
 
-An iteration's row is written when its updates are done, at the first step of the next one. Time begins with the
-environments, as ours does.
+An iteration's row is written when its updates are done, at the first step of the next one. Time begins when networks
+and buffers are made, as ours does: with the first action.
 """
 
 import argparse
@@ -44,7 +45,7 @@ class CountedGames(procgen.env.ProcgenGym3Env):
 
     def __init__(self, num: int, env_name: str, **options) -> None:
         super().__init__(num, env_name, **options | self.levels)
-        self.statistics, self.rows, self.start_time = EpisodeStatistics(num), 0, time.time()
+        self.statistics, self.rows, self.start_time = EpisodeStatistics(num), 0, None
         self.rewards, self.dones, self.acted = [], [], False
         self.write(COLUMNS)
 
@@ -53,6 +54,7 @@ class CountedGames(procgen.env.ProcgenGym3Env):
             csv.writer(file, lineterminator="\n").writerow(row)
 
     def act(self, actions) -> None:
+        self.start_time = self.start_time or time.time()
         if len(self.rewards) == self.num_steps:
             self.end_iteration()
         super().act(actions)
@@ -106,7 +108,8 @@ def main() -> None:
     (known.run_dir / "args.json").write_text(json.dumps(about, indent=2) + "\n")
 
     CountedGames.run_dir, CountedGames.num_steps = known.run_dir.resolve(), known.num_steps
-    CountedGames.levels = {"num_levels": known.num_levels, "start_level": known.start_level, "rand_seed": known.seed}
+    CountedGames.levels = {"num_levels": known.num_levels, "start_level": known.start_level}
+    CountedGames.levels |= {"rand_seed": known.seed, "num_threads": 0}
     games = []
     procgen.env.ProcgenGym3Env = lambda *args, **options: games.append(CountedGames(*args, **options)) or games[-1]
     names = ("env_id", "exp_name", "seed", "total_timesteps", "num_envs", "num_steps", "n_iteration")

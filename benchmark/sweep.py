@@ -1,6 +1,6 @@
 """Run a sweep, commands × games × seeds, on this machine's GPUs or as a SLURM array, such that nothing fails silently.
 
-    python benchmark/sweep.py --env-ids starpilot bossfight --command "python ppg_procgen.py" --num-seeds 3 --workers 2
+    python benchmark/sweep.py --env-ids starpilot bossfight --command "python ppg_procgen.py" --num-seeds 3
 
 The same call again continues: finished runs are skipped, cut runs go on from their checkpoint (--resume). Exit codes:
     0      every run is finished

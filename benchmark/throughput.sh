@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Training speed on a GPU in one run of at most ten minutes: the four variants, then dual without CUDA graphs, without
 # compilation, and with the buffer on the host. What has been measured when it is cut stands in the JSON. Any flag of
-# throughput.py may follow, such as another script to compare with, its path from the repository:
-#   bash benchmark/throughput.sh --baseline "path/to/cleanrl/ppg_procgen.py"
+# throughput.py may follow, such as another script to compare with, its path from the repository, if the Python of this
+# environment can run it:
+#   bash benchmark/throughput.sh --baseline path/to/cleanrl/cleanrl/ppg_procgen.py
 cd "$(dirname "$0")/.." || exit
 exec python3 benchmark/throughput.py --repeats 1 --n-iteration 4 --out report/throughput.json "$@" --variants \
     dual detach ppo shared \

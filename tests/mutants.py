@@ -110,6 +110,7 @@ MUTANTS = {
         ("fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
         ("    sys.exit(code)", "    sys.exit(1)"),
         ('128 + number)', '0)'),
+        ("signal.SIG_IGN if error else handler", "handler"),
         ('"episodes": episodes, "rewards"', '"rewards"'),
         (', "rewards": reward_normalizer}', "}"),
         ("in np.argwhere(~np.isfinite(tables)):", "in []:"),

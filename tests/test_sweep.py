@@ -354,7 +354,7 @@ def test_the_table_of_a_terminal_shows_steps_and_time_left(lab):
 
 
 RUNS = {"ppg": 9, "ppo": 9, "ppg_16": 48, "ppo_16": 48, "ppg_paper": 48, "ppg_generalization": 48, "ppg_ablations": 45}
-RUNS |= {"small": 30}
+RUNS |= {"small": 45}
 
 
 @pytest.mark.parametrize("tiny", ["", "1"])

@@ -4,6 +4,7 @@ import ast
 import contextlib
 import copy
 import importlib.metadata
+import json
 import os
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 from conftest import CHEAP_PPO, ROOT, as_flags, comparable, make_args, parse, read_rows, same
 from packaging.requirements import Requirement
@@ -630,6 +632,26 @@ def test_probe_the_policy_learns_to_look(run, monkeypatch, script, flags):
     assert float(rows[-1]["charts/episodic_return"]) > 3.7  # of 4
 
 
+def final_return(run_dir) -> float:
+    return float(read_rows(run_dir)[-1]["charts/mean_return_100"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("script, name", [(ppg_procgen, "ppg_detach"), (ppo_procgen, "ppo_procgen")])
+def test_learns_as_it_did(run, script, name):
+    """A run of benchmark/small.sh again: not below what the five committed seeds predict (95 %) for another."""
+    committed = sorted((ROOT / "benchmark" / "results" / "small").glob(f"starpilot__{name}__?"))
+    returns = [final_return(folder) for folder in committed]
+    assert len(returns) == 5
+    half = scipy.stats.t.ppf(0.975, 4) * np.std(returns, ddof=1) * (1 + 1 / 5) ** 0.5
+    args = json.loads((committed[0] / "args.json").read_text())["args"] | {"cuda": False, "aux_dtype": "auto"}
+    names = {field.name for field in fields(script.Args) if field.init} - {"run_dir"}
+    learned = final_return(run(script, **{name: args[name] for name in names}, small=False))
+    print(f"{learned:.2f}, the committed ones {np.mean(returns):.2f} ± {half:.2f}")
+    assert learned > np.mean(returns) - half
+
+
 @pytest.mark.learning
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -641,7 +663,7 @@ def test_learns_a_real_game(run, seed):
     flags |= {"arch": "detach", "gamma": 0.99, "n_iteration": 16, "num_aux_rollouts": 4, "e_auxiliary": 2}
     run_dir = run(**flags, small=False, aux_dtype="auto", seed=seed, total_timesteps=50_000)
     torch.set_num_threads(threads)
-    learned, random = float(read_rows(run_dir)[-1]["charts/mean_return_100"]), evaluate_random()
+    learned, random = final_return(run_dir), evaluate_random()
     print(f"random {random:.2f}, after 50,000 steps {learned:.2f}")
     assert learned > 10 * random
 
