@@ -10,6 +10,7 @@ all easy levels with updates of that size can be laid beside them; only ppo_proc
 import json
 import sys
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import matplotlib
@@ -19,7 +20,7 @@ import tyro
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, nothing installed
-from benchmark.report import COLOURS, GREYS, STYLE, fail, find_run_folders, markdown  # noqa: E402
+from benchmark.report import COLOURS, GREYS, STYLE, check_folders, fail, find_run_folders, markdown, read_csv  # noqa: E402
 
 REFERENCE = Path(__file__).parent / "reference" / "ppo_easy_updates.csv.gz"
 # published name: our column. approxkl is half the mean squared log-ratio, the estimator k2
@@ -65,14 +66,15 @@ def load_published(game: str) -> dict[str, pd.DataFrame]:
     return {f"published {run}": rows[list(QUANTITIES)] for run, rows in table.groupby("run")}
 
 
-def load_run(folder: Path) -> tuple[str, str, pd.DataFrame]:
-    """Name, game and measurements of a run of ours. Older runs lack the KL estimator k2; its column is empty then."""
+def load_run(folder: Path) -> tuple[str, pd.DataFrame, list[str]]:
+    """A run's game, measurements and remarks. Older runs lack the KL estimator k2; its column is empty then."""
     args = json.loads((folder / "args.json").read_text())["args"]
     setting = {"distribution_mode": "easy", "num_levels": 0, "batch_size": 16_384}
     if setting | {name: args[name] for name in setting if name in args} != setting:
         raise ValueError("not on all easy levels in updates of 16,384 steps, as the published runs")
-    table = pd.read_csv(folder / "metrics.csv").set_index("iteration").reindex(columns=QUANTITIES.values())
-    return folder.name, args["env_id"], table.set_axis(list(QUANTITIES), axis=1)
+    table, remarks = read_csv(folder / "metrics.csv")
+    table = table.astype({"iteration": int}).set_index("iteration").reindex(columns=QUANTITIES.values())
+    return args["env_id"], table.set_axis(list(QUANTITIES), axis=1), remarks
 
 
 def block_means(table: pd.DataFrame) -> pd.DataFrame:
@@ -88,11 +90,15 @@ def deviation(own: pd.Series, published: pd.DataFrame) -> pd.Series:
     return (own - published.mean(axis=1)).abs() / allowed
 
 
-def agreement(own: pd.DataFrame, published: list[pd.DataFrame]) -> str:
-    """How many of a run's block means agree with the published ones, of those that it has."""
-    far = pd.DataFrame({x: deviation(own[x], pd.concat([table[x] for table in published], axis=1)) for x in SUMMARY})
-    far = far[[end <= 24 for _, end in far.index]].stack().dropna()
-    return f"{(far <= 1).sum()} of {len(far)}"
+def agreement(own: pd.DataFrame, published: list[pd.DataFrame]) -> tuple[float, int]:
+    """How many of a run's block means agree with those of two published runs, on average over the pairs of them, and
+    how many block means the run has. Pairs, because a published run itself has only two others to agree with."""
+    counts = []
+    for pair in combinations(published, 2):
+        far = pd.DataFrame({x: deviation(own[x], pd.concat([table[x] for table in pair], axis=1)) for x in SUMMARY})
+        far = far[[end <= 24 for _, end in far.index]].stack().dropna()
+        counts.append((far <= 1).sum())
+    return float(np.mean(counts)), len(far)
 
 
 def summary_table(games: dict[str, dict[str, pd.DataFrame]]) -> str:
@@ -100,11 +106,12 @@ def summary_table(games: dict[str, dict[str, pd.DataFrame]]) -> str:
     rows = []
     for game, runs in sorted(games.items()):
         published = [block_means(table) for table in load_published(game).values()]
-        among = [agreement(table, [other for other in published if other is not table]) for table in published]
-        rows += [
-            [game, name, agreement(block_means(table), published), ", ".join(among)] for name, table in runs.items()
-        ]
-    return markdown(["game", "run", "agrees", "published runs, each beside the other two"], rows)
+        among = [agreement(table, [other for other in published if other is not table])[0] for table in published]
+        for name, table in runs.items():
+            mean, number = agreement(block_means(table), published)
+            each = ", ".join(f"{count:.0f}" for count in among)
+            rows.append([game, name, f"{mean:.1f} of {number}", f"{np.mean(among):.1f} ({each})"])
+    return markdown(["game", "run", "agrees", "published runs"], rows)
 
 
 def game_text(runs: dict[str, pd.DataFrame], published: dict[str, pd.DataFrame]) -> list[str]:
@@ -148,15 +155,17 @@ def draw(runs: dict[str, pd.DataFrame], published: dict[str, pd.DataFrame], path
 
 
 def main(args: Args) -> None:
-    for path in args.paths:
-        if not path.is_dir():
-            fail(f"no such folder: {path}")
+    if not args.paths:
+        fail("name at least one folder with runs")
+    check_folders(args.paths, args.out)
     games: dict[str, dict[str, pd.DataFrame]] = {}
     notes = []
     for folder in find_run_folders(args.paths):
         try:
-            name, game, table = load_run(folder)
-            games.setdefault(game, {})[name] = table
+            game, table, remarks = load_run(folder)
+            runs = games.setdefault(game, {})
+            runs[folder.name if folder.name not in runs else str(folder)] = table
+            notes += [f"- {folder}: {remark}" for remark in remarks]
         except (OSError, ValueError, KeyError, TypeError) as error:
             notes.append(f"- {folder}: left out: {type(error).__name__}: {error}")
     if not games:
@@ -169,7 +178,11 @@ def main(args: Args) -> None:
     ]
     known = {game: runs for game, runs in games.items() if load_published(game)}
     notes += [f"- {game}: no published updates" for game in games.keys() - known]
-    text += [f"In agreement, of the block means of {', '.join(SUMMARY)} up to update 24:", summary_table(known)]
+    text += [
+        f"How many block means of {', '.join(SUMMARY)} up to update 24 agree with two published runs: ours beside each "
+        "pair of them, on average; a published run beside the other two (mean, and each of the three).",
+        summary_table(known),
+    ]
     for game, runs in sorted(known.items()):
         published = load_published(game)
         draw(runs, published, args.out / f"dynamics_{game}.png")

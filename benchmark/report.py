@@ -116,9 +116,11 @@ class Args:
     figure2: bool = False
     """draw Figure 2 of the PPG paper (16 games, hard) instead of a report; our runs, if any, are laid over it"""
     step: float | None = None
-    """environment step of the tables (default: the median of the steps at which the runs of a setting ended)"""
+    """environment step of the tables (default: the median of the steps at which the runs of a setting ended, or the
+    last published row before it)"""
     window: float | None = None
-    """the tables average each run over the rows in (step - window, step] (default: 5 % of step)"""
+    """the tables average each run over the rows in (step - window, step] (default: 5 % of step, and at least what a
+    published row stands for)"""
     references: tuple[str, ...] = ("ppg", "ppo")
     """published curves to show, by the names in benchmark/reference/README.md"""
     baseline: str = "ppo"
@@ -156,18 +158,23 @@ def find_run_folders(paths: tuple[Path, ...]) -> list[Path]:
     return [folders[key] for key in sorted(folders) if not any(parent in folders for parent in key.parents)]
 
 
+def read_csv(file: Path) -> tuple[pd.DataFrame, list[str]]:
+    """A run's metrics.csv, and a remark if its last line is cut: that line could hold half a number."""
+    complete, _, rest = file.read_text().rpartition("\n")
+    table = pd.read_csv(io.StringIO(complete), dtype=float)
+    return table, [f"the last line of {file.name} is incomplete and left out"] if rest else []
+
+
 def read_metrics(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
     """Arguments, curve, and remarks on the files, of a run of the training scripts."""
     record = json.loads((folder / "args.json").read_text())
     args, algorithm, hardware = record["args"], record["algorithm"], record.get("hardware", {})
     args["name"] = args["exp_name"] if algorithm in args["exp_name"] else f"{algorithm} {args['exp_name']}"
     args["hardware"] = hardware.get("gpu") or f"{hardware.get('cores')} CPU cores"
-    # half a line, from a run that was killed or still writes, could hold half a number
-    complete, _, rest = (folder / "metrics.csv").read_text().rpartition("\n")
-    table = pd.read_csv(io.StringIO(complete), dtype=float)
+    table, remarks = read_csv(folder / "metrics.csv")
     table = table.rename(columns=METRICS)[["global_step", "wall_time", *table.columns.map(METRICS).dropna()]]
     curve = table.melt(["global_step", "wall_time"], var_name="split", value_name="episodic_return")
-    return args, curve, ["the last line of metrics.csv is incomplete and left out"] if rest else []
+    return args, curve, remarks
 
 
 def is_whole(events: Path) -> bool:
@@ -244,7 +251,10 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
 
     runs = pd.DataFrame(runs).sort_values(["last_step", "run"])
     again = runs.duplicated(["name", *SETTING, "env_id", "seed"], keep="last")
-    notes += [f"{run}: left out: a run with the same name, game and seed got further" for run in runs.run[again]]
+    notes += [
+        f"{run}: left out: another run with the same name, game and seed is used, which got as far or further"
+        for run in runs.run[again]
+    ]
     runs, curves = runs[~again], pd.concat(curves, ignore_index=True)
     return runs, curves[curves.run.isin(runs.run)], notes + check_groups(runs)
 
@@ -264,7 +274,7 @@ def check_groups(runs: pd.DataFrame) -> list[str]:
         if any(missing.values()):
             games = [f"{game} {', '.join(map(str, sorted(missing[game])))}" for game in missing if missing[game]]
             notes.append(f"{title}: seeds that other games have are missing: {'; '.join(games)}")
-        budgets = pd.to_numeric(group.args.str.get("total_timesteps"))
+        budgets = pd.to_numeric(group.args.str.get("total_timesteps"), errors="coerce")
         short = group[group.last_step < 0.98 * budgets]
         if len(short):
             notes.append(f"{title}: stopped before their total_timesteps, or still running: {run_list(short)}")
@@ -290,6 +300,14 @@ def value_at_step(curves: pd.DataFrame, step: float, window: float) -> pd.DataFr
     last = before.groupby(CURVE).global_step.transform("max")
     in_window = before.global_step > np.minimum(step - window, last - 1)
     return before[in_window].groupby(CURVE, as_index=False).episodic_return.mean()
+
+
+def step_to_compare_at(end: float, published: pd.DataFrame) -> tuple[float, float]:
+    """A published row is the mean over the steps since the row before. Returns the last step up to `end` at which all
+    published curves that go on to `end` have a row, and over how many steps the coarsest row is a mean."""
+    rows = published[published.groupby(CURVE).global_step.transform("max") >= end].query("global_step <= @end")
+    steps = rows.groupby(CURVE).global_step
+    return (end, 0) if rows.empty else (steps.max().min(), steps.min().max())
 
 
 def value_at_time(curves: pd.DataFrame, seconds: float, window: float) -> pd.DataFrame:
@@ -458,10 +476,12 @@ def draw_profiles(matrices: dict[Group, np.ndarray], reps: int) -> Figure:
 
 
 def steps_text(step: float) -> str:
-    return f"{step / 1e6:.3g}M" if step >= 1e6 else f"{step:,.0f}"
+    return f"{step / 1e6:{'.3g' if step < 1e9 else ',.0f'}}M" if step >= 1e6 else f"{step:,.0f}"
 
 
 def time_text(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
     return f"{seconds / 3600:.3g} h" if seconds >= 7200 else f"{seconds / 60:.3g} min"
 
 
@@ -507,7 +527,7 @@ def game_table(values: pd.DataFrame, column: str, digits: int, cell: Callable = 
 
 
 def gap_table(values: pd.DataFrame) -> str:
-    """Return on training and on unseen levels, and their difference in each run: ours from evaluations."""
+    """Return on training and on unseen levels, and their difference in each run."""
     values = values[~(values.own & (values.split == "train"))].replace({"split": {"eval_train": "train"}})
     pairs = values.pivot(index=["own", "name", "env_id", "run"], columns="split", values="episodic_return")
     pairs = pairs.reindex(columns=["train", "test"]).dropna().assign(gap=lambda pair: pair.train - pair.test)
@@ -545,8 +565,8 @@ def picture(fig: Figure, path: Path, caption: str) -> str:
     return f"![{path.name}]({path.name}.png)\n\n*{caption}*"
 
 
-def report_curves(args: Args, slug: str, runs: pd.DataFrame, curves: pd.DataFrame) -> list[str]:
-    """Return over steps, with the published curves, and over time."""
+def report_curves(args: Args, slug: str, runs: pd.DataFrame, curves: pd.DataFrame, at_step: set[str]) -> list[str]:
+    """Return over steps, with the published curves, and over time. at_step: the runs of the table at equal steps."""
     own = curves[curves.own]
     limit, seconds = own.global_step.max(), own.wall_time.max()
     fig = draw_curves(curves, "global_step", limit)
@@ -556,7 +576,8 @@ def report_curves(args: Args, slug: str, runs: pd.DataFrame, curves: pd.DataFram
         fig = draw_curves(own, "wall_time", seconds)
         caption = f"{curve_caption(time_text(seconds / NUM_BINS), own)} On {', '.join(runs.hardware.unique())}."
         text += ["### Wall-clock time", picture(fig, args.out / f"{slug}_hours", caption)]
-        seconds = 3600 * runs.groupby("name").hours.median().min()
+        whole = runs[runs.run.isin(at_step)] if at_step else runs
+        seconds = 3600 * whole.groupby("name").hours.median().min()
         text += [
             f"Return after {time_text(seconds)}, the median time of the fastest group's runs: mean and Student's 95 % "
             "interval over seeds (number of seeds). A run that ended before counts with its last value.",
@@ -598,8 +619,9 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame) -> tupl
     mode, num_levels = runs[SETTING].iloc[0]
     title = setting_title(mode, num_levels)
     slug = f"{mode}_{num_levels}_levels" if num_levels else mode
-    step = args.step or runs.last_step.quantile(0.5, interpolation="lower")
-    window = args.window or 0.05 * step
+    step, row = step_to_compare_at(runs.last_step.quantile(0.5, interpolation="lower"), curves[~curves.own])
+    step = args.step or step
+    window = args.window or min(max(row, 0.05 * step), step)
     values = value_at_step(curves, step, window)
     # with all levels in training, an evaluation only repeats what the training episodes say
     splits = ["train", "test"] if num_levels else ["train"]
@@ -608,17 +630,26 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame) -> tupl
         f"## {title}",
         f"### Return at {steps_text(step)} steps",
         "Mean return of the last 100 episodes, averaged in each run over the steps from "
-        f"{steps_text(step - window)} to {steps_text(step)}. "
+        f"{steps_text(step - window)} to {steps_text(step)}; a curve without a row there counts with the last before. "
         "Mean ± sample standard deviation over seeds (number of seeds).",
         game_table(shown, "episodic_return", 2),
         "The same with Student's 95 % interval of the mean:",
         game_table(shown, "episodic_return", 2, mean_interval),
     ]
+    if "test" in set(shown.split):
+        text.append("Test levels of our runs: mean return of an evaluation's episodes, one in each environment.")
     if num_levels and "test" in set(values.split):
-        text += ["### Training levels against unseen levels", gap_table(values)]
-    text += report_curves(args, slug, runs, curves[curves.split.isin(splits)])
-    short = runs[~runs.run.isin(values.run)]
-    notes = []
+        text += [
+            "### Training levels against unseen levels",
+            "Ours from evaluations on both; published: training episodes on training levels.",
+            gap_table(values),
+        ]
+    text += report_curves(args, slug, runs, curves[curves.split.isin(splits)], set(runs.run) & set(values.run))
+    short, longest, notes = runs[~runs.run.isin(values.run)], runs.last_step.max(), []
+    if longest > 1.5 * step and not args.step:
+        notes.append(
+            f"{title}: some runs go on to {steps_text(longest)}, but the tables are at {steps_text(step)}: --step"
+        )
     if len(short):
         notes.append(f"{title}: not in the tables, as they ended before {steps_text(step)} steps: {run_list(short)}")
     if 0 < num_levels < 100:
@@ -653,6 +684,9 @@ def report(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, references: pd.
             setting_text, setting_notes = [], [f"{setting_title(mode, num_levels)}: not drawn: {error!r}"]
         text += setting_text
         notes += setting_notes
+    names = {*runs.name, *references.name}
+    if not any(args.baseline.lower() in name.lower() for name in names):
+        notes.append(f"no probabilities of improvement: no group is named {args.baseline!r}")
     notes = [escape(note) for note in notes] or ["All runs are whole, and no seed is missing."]
     text += ["## Notes", "\n".join(f"- {note}" for note in notes)]
     page = args.out / "report.md"
@@ -675,8 +709,16 @@ def figure2(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, references: pd
 
 
 def fail(line: str) -> NoReturn:
-    print(f"report.py: {line}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {line}", file=sys.stderr)
     sys.exit(2)
+
+
+def check_folders(paths: tuple[Path, ...], out: Path) -> None:
+    for path in paths:
+        if not path.is_dir():
+            fail(f"no such folder: {path}")
+    if out.exists() and not out.is_dir():
+        fail(f"--out is a folder, and {out} is a file")
 
 
 def main(args: Args) -> None:
@@ -685,16 +727,16 @@ def main(args: Args) -> None:
     if args.figure2 and not args.references:
         fail("--figure2 needs the name of at least one published curve in --references")
     for name in ("step", "window", "reps"):
-        if (value := getattr(args, name)) is not None and value <= 0:
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
             fail(f"--{name} must be positive, not {value:g}")
-    for path in args.paths:
-        if not path.is_dir():
-            fail(f"no such folder: {path}")
+    check_folders(args.paths, args.out)
     try:
         references = load_references(args.references)
     except ValueError as error:
         fail(str(error))
     runs, curves, notes = load_runs(args.paths)
+    if runs.empty and args.paths and args.figure2:
+        notes.append(f"no run of ours under {', '.join(map(str, args.paths))}")
     if runs.empty and not args.figure2:
         fail("\n".join([f"no run to report on under {', '.join(map(str, args.paths))}", *notes]))
 

@@ -18,9 +18,9 @@ from PIL import Image
 from rliable import library, metrics
 from torch.utils.tensorboard import SummaryWriter
 
-REPORT = Path(__file__).parents[1] / "benchmark" / "report.py"
-sys.path.insert(0, str(REPORT.parent))
-import report  # noqa: E402
+from benchmark import report
+
+REPORT = Path(report.__file__)
 
 BATCH = 16_384
 
@@ -300,7 +300,7 @@ def test_missing_seeds_early_ends_repeats_and_different_arguments_are_said(tmp_p
     runs, _, notes = report.load_runs((tmp_path,))
     assert len(runs) == 5
     text = "\n".join(notes)
-    assert "again" in notes[0] and "a run with the same name, game and seed got further" in notes[0]
+    assert "again" in notes[0] and "another run with the same name, game and seed is used" in notes[0]
     assert "seeds that other games have are missing: miner 3" in text
     assert "still running: ppg_procgen miner seed 2 (491,520)" in text
     assert "runs differ in num_envs: 32, 64" in text and "seed:" not in text
@@ -381,11 +381,11 @@ def test_runs_on_a_few_levels_have_intervals_and_times_but_no_normalised_scores(
     page = tool(tmp_path / "runs")
     [header, _, row] = rows_of(page, "The same with Student's 95 % interval of the mean:")
     assert header == ["game", "ppg_procgen"] and row[1].endswith("] (3)")
-    [header, _, row] = rows_of(page, "Return after 0.546 min")
+    [header, _, row] = rows_of(page, "Return after 32.8 s")
     assert row[0] == "starpilot" and row[1].endswith("] (3)")
     assert "Normalised" not in page and "no normalised scores" in page
     [header, _, row] = rows_of(page, "# Training runs")
-    assert row[header.index("time a run")] == "0.546 min" and row[header.index("steps/s")] == "2,000"
+    assert row[header.index("time a run")] == "32.8 s" and row[header.index("steps/s")] == "2,000"
 
 
 def test_the_legend_covers_no_panel():
@@ -435,7 +435,7 @@ def test_the_page(tmp_path, tool):
             write_run(tmp_path / "runs", env_id, "ppg_procgen", seed, score=0.8)
             write_run(tmp_path / "runs", env_id, "ppo_procgen", seed, score=0.4)
     write_run(tmp_path / "runs", "starpilot", "ppg_wide", 1)
-    page = tool(tmp_path / "runs", window=200_000)
+    page = tool(tmp_path / "runs", step=1_638_400, window=200_000)
     for line in page.splitlines():
         if line.startswith("!["):
             name = line.split("](")[1].rstrip(")")
@@ -490,7 +490,42 @@ def test_settings_without_published_ranges_or_rows_at_the_step(tmp_path, tool, c
     assert "nobody has published ranges" in page and "### Normalised scores" not in page
     (run / "args.json").write_text(args)
     page = tool(tmp_path / "runs", step=1e9)
-    assert "not in the tables, as they ended before 1e+03M steps: ppg_procgen maze seed 1 (1.64M)" in page
+    assert "not in the tables, as they ended before 1,000M steps: ppg_procgen maze seed 1 (1.64M)" in page
+
+
+def test_tables_compare_where_published_rows_end(tmp_path, tool):
+    """Published rows are means over 262,144 steps, so ours is averaged over the same ones, not those after them."""
+    run = write_run(tmp_path / "runs", "maze", num_rows=61)  # 999,424 steps; the published rows end at 786,432
+    header, _, row = rows_of(tool(tmp_path / "runs"), "### Return at 786,432 steps")
+    table = pd.read_csv(run / "metrics.csv").query("524_288 < global_step <= 786_432")
+    assert len(table) == 16 and row[1] == f"{table['charts/mean_return_100'].mean():.2f} (1)"
+    references = report.load_references(("ppo",))
+    references = references.query("distribution_mode == 'easy' and num_levels == 0 and env_id == 'maze'")
+    assert row[2].startswith(f"{references[references.global_step == 786_432].episodic_return.mean():.2f} ±")
+    assert "### Return at 999,424 steps" in tool(tmp_path / "runs", step=999_424)
+    assert report.step_to_compare_at(99_942_400, report.load_references(("ppg", "ppo")))[0] == 99_614_720
+    assert report.step_to_compare_at(100_000, references) == (100_000, 0)
+
+
+def test_an_aborted_run_moves_neither_the_step_nor_the_time_of_the_tables(tmp_path, tool, capsys):
+    for seed in (1, 2):
+        write_run(tmp_path / "runs", "maze", seed=seed, num_levels=1)
+    write_run(tmp_path / "runs", "maze", "ppg_debug", num_levels=1, num_rows=5)
+    page = tool(tmp_path / "runs")
+    assert (
+        "### Return at 1.64M steps" in page and "Return after 13.7 min" in page
+    )  # 100 x 16,384 steps at 2,000 a second
+    shutil.rmtree(next((tmp_path / "runs").glob("maze__ppg_procgen__2__*")))
+    capsys.readouterr()
+    tool(tmp_path / "runs")
+    assert "some runs go on to 1.64M, but the tables are at 81,920: --step" in capsys.readouterr().out
+
+
+def test_odd_budgets_and_baselines_become_notes(tmp_path, tool):
+    run = write_run(tmp_path / "runs", "maze")
+    (run / "args.json").write_text((run / "args.json").read_text().replace("1638400", '"25M"'))
+    page = tool(tmp_path / "runs", baseline="typo")
+    assert "### Return at" in page and "no group is named 'typo'" in page
 
 
 def test_the_same_runs_give_the_same_files(tmp_path, tool):
@@ -514,6 +549,7 @@ def test_the_same_runs_give_the_same_files(tmp_path, tool):
         (["--figure2", "--references", "dqn"], "no published curve of dqn, only of"),
         (["--figure2", "--references"], "--figure2 needs the name of at least one published curve"),
         (["--figure2", "--reps", "0"], "--reps must be positive"),
+        (["--figure2", "--step", "nan"], "--step must be positive"),
         (["."], "no run to report on under ."),
     ],
 )
@@ -535,7 +571,7 @@ def test_a_whole_benchmark(tmp_path, tool, num_seeds, num_rows):
         for env_id in report.RANGES:
             for seed in range(num_seeds):
                 write_run(tmp_path / "runs", env_id, name, seed, score=score, num_rows=num_rows)
-    page = tool(tmp_path / "runs", reps=2000 if num_seeds == 5 else 50)
+    page = tool(tmp_path / "runs", reps=2000 if num_seeds == 5 else 50, step=num_rows * BATCH)
     assert len(rows_of(page, "### Over all 16 games")) == 2 + 5
     assert len(rows_of(page, f"### Return at {num_rows * BATCH / 1e6:.3g}M steps")) == 2 + 16
 
