@@ -24,7 +24,7 @@ if [ "$TINY" ]; then
 fi
 if [ "$baseline" ]; then
     baseline=$(realpath --relative-to=. "$baseline")
-    python=$baseline/.venv/bin/python
+    python=$baseline/.venv/bin/python script=$baseline/cleanrl/ppg_procgen.py
     [ -x "$python" ] || python=python3
 fi
 
@@ -35,7 +35,7 @@ for game in $games; do
     commands+=("python3 ppg_procgen.py $flags $phases --env-threads 0 --arch detach --exp-name ppg_detach")
     commands+=("python3 ppo_procgen.py $flags --env-threads 0")
     if [ "$baseline" ]; then
-        commands+=("'$python' benchmark/cleanrl.py '$baseline/cleanrl/ppg_procgen.py' $flags $phases --exp-name cleanrl_ppg")
+        commands+=("${python@Q} benchmark/cleanrl.py ${script@Q} $flags $phases --exp-name cleanrl_ppg")
     fi
     python3 benchmark/sweep.py --folder "sweeps/${TINY:+tiny/}small/${game%:*}" --num-seeds 5 --workers "$cores" \
         --env-ids "${game%:*}" --command "${commands[@]}" "$@"

@@ -315,7 +315,12 @@ def gpu_slots(args: Args) -> list[str | None]:
         gpus = tuple(filter(None, os.environ["CUDA_VISIBLE_DEVICES"].split(",")))
     elif gpus is None and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        gpus = tuple(subprocess.run(query, capture_output=True, text=True).stdout.split())
+        found = subprocess.run(query, capture_output=True, text=True)
+        if found.returncode != 0:  # a broken driver must not send the runs to the CPU
+            refuse(
+                f"nvidia-smi fails: {' '.join((found.stdout + found.stderr).split())}; --gpus names the GPUs, or none"
+            )
+        gpus = tuple(found.stdout.split())
     if not gpus:
         return [None if gpus is None else ""] * (args.workers or 1)
     if args.workers and args.workers > len(gpus) and not args.slurm:  # which has GPUs elsewhere

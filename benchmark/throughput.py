@@ -14,7 +14,8 @@ The floor is the time that arithmetic and traffic of the networks take at the ra
 context and the allocator's reserve.
 
 Times come from metrics.csv, or, of a script with CleanRL's command line, from its TensorBoard events: an iteration ends
-with the last event that carries its step. The JSON is written anew after each run, so that nothing is lost by a cut.
+with the last event that carries its step. The JSON is written anew after each run, so an interrupted benchmark keeps
+the runs that it has finished.
 """
 
 import csv
@@ -74,7 +75,7 @@ class Args:
     variants: tuple[str, ...] = tuple(VARIANTS)  # dual, detach, shared, ppo, or commands in quotes
     baseline: str = ""  # command of another script, in quotes, by which the steps/s of the variants are divided
     repeats: int = 2  # rounds; in each, every command runs once
-    phases: int = 1  # measured phases of a run, after the one that warms up
+    phases: int = 1  # phases to measure in a run, after one phase of warm-up
     budget_minutes: float = 9.5  # then the run in progress is cut; phases that it has finished count
     probe_seconds: float = 2.0  # for each measurement of network, environment and machine alone; 0: none
     out: Path = Path("report/throughput.json")  # file to write to
@@ -337,6 +338,10 @@ def main(args: Args) -> int:
     """Gives the number of runs that ended, but without a measured phase."""
     start = time.perf_counter()
     commands = [parse_command(text, args) for text in (*filter(None, [args.baseline]), *args.variants)]
+    if len({command.name for command in commands}) < len(commands):
+        raise UsageError("two commands have the same name: rename a script, or give one a flag of its own")
+    if args.out.is_dir():
+        raise UsageError(f"--out is a file, and {args.out} is a folder")
     baseline = commands[0].name if args.baseline else ""  # first, so that a cut leaves something to compare with
     about = ppg_procgen.describe(ppg_procgen.Args(num_envs=1, e_auxiliary=0, cuda=args.cuda))
     about |= {"args": asdict(args) | {"out": str(args.out)}, "machine": {}, "runs": []}

@@ -35,6 +35,11 @@ def seed():
     torch.manual_seed(0)
 
 
+def snapshot(folder: Path) -> dict[str, bytes | bool]:
+    """Every file's content, and False for a folder."""
+    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
 # ---- runs in this process
 
 

@@ -8,12 +8,11 @@ It finds violations of capture rules, synchronisations, recompilations and wrong
 import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 pytestmark = [pytest.mark.pretended_gpu, pytest.mark.timeout(1800)]
-ROOT = Path(__file__).resolve().parents[1]
 PPG = "ppg_procgen.py --num-envs 4 --num-steps 16 --num-minibatches 2 --n-iteration 2 --num-aux-rollouts 2"
 PPO = "ppo_procgen.py --num-envs 4 --num-steps 16 --num-minibatches 2 --checkpoint-interval 2"
 

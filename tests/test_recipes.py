@@ -3,15 +3,12 @@
 import importlib.util
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import worker
-from conftest import TINY_PPG, read_rows
-
-ROOT = Path(__file__).resolve().parents[1]
+from conftest import ROOT, TINY_PPG, read_rows
 
 
 def recipe(tmp_path, title):
@@ -38,13 +35,10 @@ def train(module, tmp_path, **flags):
     return read_rows(tmp_path / "run")
 
 
-def test_change_the_policy_loss(tmp_path, run):
-    rows, before = (
-        train(recipe(tmp_path, "Change the policy loss"), tmp_path, clip_coef=0.0),
-        read_rows(run(clip_coef=0.0)),
-    )
-    assert rows[0] != before[0] or rows[-1] != before[-1] or len(rows) == len(before) == 4
-    module = sys.modules["my_ppg"]
+def test_change_the_policy_loss(tmp_path):
+    module = recipe(tmp_path, "Change the policy loss")
+    rows = train(module, tmp_path)
+    assert len(rows) == 4 and all(np.isfinite(float(row["losses/policy_loss"])) for row in rows)
     agent, n = module.Agent("shared"), 4
     obs = torch.zeros((n, 64, 64, 3), dtype=torch.uint8)
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])

@@ -14,7 +14,20 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, TINY_PPG, as_flags, comparable, make_args, parse, read_rows, resume, same, train, wait_for
+from conftest import (
+    TINY,
+    TINY_PPG,
+    as_flags,
+    comparable,
+    make_args,
+    parse,
+    read_rows,
+    resume,
+    same,
+    snapshot,
+    train,
+    wait_for,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppg_procgen
@@ -37,10 +50,6 @@ def killed(start):
 def finished(trained, tmp_path):
     """A copy of a finished run of two iterations, to do harm to."""
     return lambda script=ppg_procgen: shutil.copytree(trained(script, total_timesteps=128), tmp_path / "finished")
-
-
-def snapshot(folder):
-    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
 def scalars(run_dir):

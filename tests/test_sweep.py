@@ -248,6 +248,19 @@ def test_gpus_come_from_the_environment_and_workers_fit_them(lab):
     assert {line.split()[0] for line in (lab.home / "gpus.txt").read_text().splitlines()} == {"6", "7"}
 
 
+def test_a_broken_driver_is_refused_and_its_message_is_no_list_of_gpus(lab):
+    nvidia_smi = lab.home / "nvidia-smi"
+    nvidia_smi.write_text("#!/bin/sh\necho No devices were found\nexit 6\n")
+    nvidia_smi.chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment["PATH"] = f"{lab.home}:{environment['PATH']}"
+    code, output = lab.sweep("fine", env=environment)
+    assert code == 2 and "nvidia-smi fails: No devices were found" in output and not lab.folder.exists()
+    nvidia_smi.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
+    assert lab.sweep("fine", "fine.2", env=environment)[0] == 0
+    assert {line.split()[0] for line in (lab.home / "gpus.txt").read_text().splitlines()} == {"0", "1"}
+
+
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_many_runs(lab, num_seeds):
     """The full one has 200."""

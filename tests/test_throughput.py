@@ -193,6 +193,16 @@ def test_bad_commands(tmp_path, scripts, text, message):
     assert not (tmp_path / "out").exists()
 
 
+def test_two_commands_of_one_name_are_refused(tmp_path, scripts):
+    """Else their runs would be merged into one row: an older checkout beside this one."""
+    (script,) = scripts(same=OURS)
+    (tmp_path / "old").mkdir()
+    older = tmp_path / "old" / Path(script).name
+    older.write_text(Path(script).read_text())
+    with pytest.raises(ppg_procgen.UsageError, match="the same name"):
+        bench(tmp_path, variants=(script,), baseline=str(older))
+
+
 @pytest.mark.parametrize("name", ["repeats", "phases", "budget_minutes", "num_envs"])
 def test_bad_arguments(name):
     with pytest.raises(ValueError, match=f"{name} must be positive"):
