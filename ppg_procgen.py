@@ -99,8 +99,7 @@ class Args:
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
     num_grad_accum: int = 0  # chunks per minibatch: same step, less memory; 0: of 512 samples on a CPU, else one
     e_policy: int = 1  # E_pi: policy epochs of an iteration
-    # E_V: value epochs; if E_V != E_pi, they come before the policy's
-    e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1
+    e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1  # E_V: value epochs, first if E_V != E_pi
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
     kl_coef: float = 0.0  # beta_pi: weight of KL[pi_old, pi]; the paper's KL variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # c: weight of the entropy bonus
@@ -254,7 +253,7 @@ def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, 
         ratio = logratio.exp()
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) if args.clip_coef > 0 else ratio
         pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-        kl_k2 = 0.5 * logratio.square().mean()  # estimates KL[pi_old, pi], as in the reference code; next: k1 and k3
+        kl_k2 = 0.5 * logratio.square().mean()  # estimate k2 of KL[pi_old, pi], as in the reference code; below: k1, k3
         stats["old_approx_kl"], stats["approx_kl"] = -logratio.mean(), (ratio - 1 - logratio).mean()
         stats["approx_kl_k2"], stats["clipfrac"] = kl_k2, (clipped != ratio).float().mean()
         stats["policy_loss"] = pg_loss + args.kl_coef * kl_k2
@@ -284,7 +283,7 @@ def auxiliary_phase_loss(agent, args, obs, old_logprobs, returns):
 def update(optimizer, loss_fn: Callable, num_chunks: int, max_grad_norm: float, **minibatch: torch.Tensor) -> dict:
     """One optimizer step on loss_fn's mean over the minibatches of all ranks. Runs num_chunks chunks one by one to save
     memory. Returns scalar tensors by name; they stay on the device, so the host need not wait."""
-    optimizer.zero_grad()  # (critical!) gradients of another phase must not leak into this step
+    optimizer.zero_grad()  # (critical!) gradients of an earlier step must not leak into this one
     params, batch_size = optimizer.param_groups[0]["params"], len(minibatch["returns"])
     totals: dict[str, torch.Tensor] = {}
     for chunk in zip(*(tensor.chunk(num_chunks) for tensor in minibatch.values()), strict=True):
@@ -353,14 +352,14 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     policy_update = make_update(optimizer, partial(joint_loss, value=False), num_chunks)
     aux_update = make_update(aux_optimizer, partial(auxiliary_phase_loss, aux_agent, args), num_aux_chunks)
 
-    # Storage: one rollout, time first; and the buffer B, a row for each rollout
+    # Storage: a rollout, time first; and the buffer B, a row for each environment's rollout
     obs = torch.empty((T, N, *envs.obs_shape), dtype=torch.uint8, device=device)
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     logprobs, values = torch.empty((T, N), device=device), torch.empty((T + 1, N), device=device)
     rewards, dones = torch.empty((T, N)), torch.empty((T + 1, N))  # on the host; dones[t]: 1 where an episode begins
     num_rows = args.n_iteration * N if args.e_auxiliary > 0 else 0
     aux_shape = (num_rows, T, *envs.obs_shape)
-    # auto: B is on the GPU if it fits beside 3 MB per minibatch sample of both phases (CUDA graphs keep their memory)
+    # auto: the buffer is on the GPU if it fits beside 3 MB per minibatch sample of each phase (CUDA graphs keep memory)
     needed = math.prod(aux_shape) + 2e9 + 3e6 * (args.minibatch_size + args.num_aux_rollouts * T)
     fits = device.type == "cpu" or args.aux_device == "cuda" or needed < torch.cuda.mem_get_info()[0]
     aux_device = device if fits and args.aux_device != "cpu" else torch.device("cpu")
@@ -385,7 +384,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     checkpoint.save(start_iteration)  # a run can be resumed from its first second
     evaluator = Evaluator(args, make_envs)
     next_obs, _ = envs.reset()
-    next_done = episodes.totals[1, own] == 0  # an episode of length 0 begins
+    next_done = episodes.totals[1, own] == 0  # length 0: an episode begins
 
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock, stats = [time.time()], {}
@@ -424,9 +423,8 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         # Optimize L_clip + c S[pi] wrt theta_pi for E_pi epochs, L_value wrt theta_V for E_V epochs
         batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "advantages": advantages}
         batch = {name: x.flatten(0, 1) for name, x in (batch | {"returns": returns, "values": values[:-1]}).items()}
-        joint = args.e_policy == args.e_value
-        for epoch in range(args.e_policy if joint else args.e_value + args.e_policy):
-            mb_update = joint_update if joint else value_update if epoch < args.e_value else policy_update
+        separate = [value_update] * args.e_value + [policy_update] * args.e_policy
+        for mb_update in [joint_update] * args.e_policy if args.e_policy == args.e_value else separate:
             b_inds = torch.randperm(args.batch_size, device=device).view(args.num_minibatches, -1)
             updates = [mb_update(**{name: x[mb_inds] for name, x in batch.items()}) for mb_inds in b_inds]
             fetch_stats(updates, "losses/", f"policy phase {where}", stats)
@@ -490,7 +488,7 @@ class ProcgenVectorEnv:
 
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
-        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # its default is random
+        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # default: random
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
@@ -499,7 +497,7 @@ class ProcgenVectorEnv:
         self.num_envs, self.close = num_envs, self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
-        """Current observations, uint8 (N, 64, 64, 3): an episode cannot be cut short."""
+        """Observations as they are now, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
         return (self.games.observe()[1]["rgb"], {}) if self.has_gym3 else self.games.reset()
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
@@ -581,8 +579,8 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it anew costs up to 40 % of the time
-        ctypes.CDLL(None).mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        if ctypes.CDLL(None).mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which old glibc refuses: then leave both alone
+            ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     agent.to(device, memory_format=torch.channels_last)
     if device.type == "cuda" and args.compile:
         torch._dynamo.config.cache_size_limit = 64  # one compilation per heads, phase and batch size: up to 12
@@ -632,11 +630,11 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
     def stop(number: int, _) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
-    def release(error, *_) -> None:  # a failed run's process ends, and another signal must not cut its last words
+    def release(error, *_) -> None:  # after an error ignore signals: one would cut off the advice to resume
         for number, handler in old.items():
             signal.signal(number, signal.SIG_IGN if error else handler)
 
-    if NUM_RANKS > 1:  # after Adam, whose import of torch._dynamo would keep the group's threads; they abort at exit
+    if NUM_RANKS > 1:  # after Adam: its import of torch._dynamo would keep the group's threads, which abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
@@ -676,7 +674,7 @@ COLUMNS += [f"time/{x}" for x in PHASES]
 COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
 
 
-class UsageError(BaseException):  # these two are no Exception, which library code might catch
+class UsageError(BaseException):  # no Exception, and nor is Stopped: library code catches those
     """The request cannot be served: one line, exit code 2."""
 
 
@@ -787,7 +785,7 @@ class Checkpoint:
 def save_atomically(path: Path, state: dict) -> None:
     """torch.save such that a crash or a full disk leaves the whole old file or the whole new one."""
     buffer, temporary = io.BytesIO(), path.with_name(path.name + ".tmp")
-    torch.save(state, buffer)  # into a file: RuntimeError on a full disk
+    torch.save(state, buffer)  # to a full disk it raises RuntimeError
     try:
         with open(temporary, "wb") as file:
             file.write(buffer.getvalue())
@@ -868,8 +866,8 @@ def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = F
 
 
 class Evaluator:
-    """Evaluates on levels outside of training and on the training levels, if these are restricted. Its environments
-    last the whole run, because procgen leaks memory when they are closed."""
+    """Evaluates on the levels above the training levels, or on all; and on the training levels, if these are
+    restricted. Its environments last the whole run, because procgen leaks memory when they are closed."""
 
     def __init__(self, args: Args, make_envs: Callable) -> None:
         self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed
@@ -901,7 +899,7 @@ class Evaluator:
 
 # ---- 9 Command line --------------------------------------------------------------------------------------------------
 ALGORITHM = "ppg"
-MAY_CHANGE = {"cuda", "num_grad_accum", "num_aux_grad_accum", "aux_device", "env_threads"}  # when a run is resumed
+MAY_CHANGE = {"cuda", "compile", "cuda_graphs", "env_threads", "num_grad_accum", "num_aux_grad_accum", "aux_device"}
 _starter = os.getppid() if dist.is_torchelastic_launched() else "self"  # torchrun, or the Python of this process
 LAUNCHER = Path(f"/proc/{_starter}/cmdline").read_text().split("\0")  # below: its words before the script
 LAUNCHER = LAUNCHER[: LAUNCHER.index(sys.argv[0])] if sys.argv[0] in LAUNCHER else LAUNCHER[:1]
@@ -934,7 +932,7 @@ def check_args(args: Args) -> None:
     require(size % number == 0, f"num_aux_rollouts ({number}) must divide n_iteration * num_envs ({size})")
     number *= args.num_aux_minibatches if args.e_auxiliary > 0 else 0
     require(number <= size, f"num_aux_minibatches take {number} rollouts, but the buffer has {size}")
-    require(not args.single_optimizer or args.aux_learning_rate == args.learning_rate, "one optimizer has one rate")
+    require(not args.single_optimizer or args.aux_learning_rate == args.learning_rate, "single_optimizer: one rate")
     require(on_gpu or args.aux_device != "cuda", "aux_device: there is no GPU in use")
     size = ((size + args.num_envs) * args.num_steps * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
@@ -988,8 +986,8 @@ def parse_args() -> Args:
     about = state.get("about", {"args": {}})
     is_ours = about.get("algorithm") == ALGORITHM and names <= set(about["args"])
     require(is_ours, f"{resume!r} is no run of this version of {Path(__file__).name}")
-    saved = about["args"] | {"resume": resume, "run_dir": resume}
-    default = Args(**{name: saved[name] for name in names})
+    saved, default = about["args"] | {"resume": resume, "run_dir": resume}, Args.__new__(Args)
+    vars(default).update(saved)  # unchecked: a flag may replace what this machine lacks
     args = replace(tyro.cli(Args, default=default))  # tyro took the derived fields from its default
     if args.total_timesteps > default.total_timesteps and not args.anneal_lr:
         names.remove("total_timesteps")

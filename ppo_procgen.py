@@ -207,7 +207,7 @@ def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, 
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) if args.clip_coef > 0 else ratio
     pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-    kl_k2 = 0.5 * logratio.square().mean()  # estimates KL[pi_old, pi], as in the reference code; next: k1 and k3
+    kl_k2 = 0.5 * logratio.square().mean()  # estimate k2 of KL[pi_old, pi], as in the reference code; below: k1, k3
     stats["old_approx_kl"], stats["approx_kl"] = -logratio.mean(), (ratio - 1 - logratio).mean()
     stats["approx_kl_k2"], stats["clipfrac"] = kl_k2, (clipped != ratio).float().mean()
     stats["policy_loss"] = pg_loss
@@ -224,7 +224,7 @@ def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, 
 def update(optimizer, loss_fn: Callable, num_chunks: int, max_grad_norm: float, **minibatch: torch.Tensor) -> dict:
     """One optimizer step on loss_fn's mean over the minibatches of all ranks. Runs num_chunks chunks one by one to save
     memory. Returns scalar tensors by name; they stay on the device, so the host need not wait."""
-    optimizer.zero_grad()  # (critical!) gradients of another phase must not leak into this step
+    optimizer.zero_grad()  # (critical!) gradients of an earlier step must not leak into this one
     params, batch_size = optimizer.param_groups[0]["params"], len(minibatch["returns"])
     totals: dict[str, torch.Tensor] = {}
     for chunk in zip(*(tensor.chunk(num_chunks) for tensor in minibatch.values()), strict=True):
@@ -301,7 +301,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     checkpoint.save(start_iteration)  # a run can be resumed from its first second
     evaluator = Evaluator(args, make_envs)
     next_obs, _ = envs.reset()
-    next_done = episodes.totals[1, own] == 0  # an episode of length 0 begins
+    next_done = episodes.totals[1, own] == 0  # length 0: an episode begins
 
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock, stats = [time.time()], {}
@@ -330,18 +330,15 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         clock.append(time.time())
 
         # Optimize L_clip + c S[pi] and the value loss for E epochs
-        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "advantages": advantages}
+        batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "advantages": torch.empty_like(advantages)}
         batch = {name: x.flatten(0, 1) for name, x in (batch | {"returns": returns, "values": values[:-1]}).items()}
         for _ in range(args.update_epochs):
             b_inds = torch.randperm(args.batch_size, device=device).view(args.num_minibatches, -1)
             # normalise advantages in each minibatch, over all ranks
-            mb_advantages = torch.cat(gather(batch["advantages"][b_inds].cpu()), 1)  # (num_minibatches, B)
-            stds, means = torch.std_mean(mb_advantages, 1, correction=0)
-            updates = []
-            for mb_inds, std, mean in zip(b_inds, stds.tolist(), means.tolist(), strict=True):
-                mb = {name: x[mb_inds] for name, x in batch.items()}
-                mb["advantages"] = (mb["advantages"] - mean) / (std + 1e-8)
-                updates.append(mb_update(**mb))
+            mb_advantages = advantages.flatten()[b_inds]  # (num_minibatches, B)
+            std, mean = torch.std_mean(torch.cat(gather(mb_advantages.cpu()), 1), 1, correction=0, keepdim=True)
+            batch["advantages"][b_inds] = (mb_advantages - mean.to(device)) / (std.to(device) + 1e-8)
+            updates = [mb_update(**{name: x[mb_inds] for name, x in batch.items()}) for mb_inds in b_inds]
             fetch_stats(updates, "losses/", f"update {where}", stats)
         clock.append(time.time())
 
@@ -376,7 +373,7 @@ class ProcgenVectorEnv:
 
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
-        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # its default is random
+        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # default: random
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
@@ -385,7 +382,7 @@ class ProcgenVectorEnv:
         self.num_envs, self.close = num_envs, self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
-        """Current observations, uint8 (N, 64, 64, 3): an episode cannot be cut short."""
+        """Observations as they are now, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
         return (self.games.observe()[1]["rgb"], {}) if self.has_gym3 else self.games.reset()
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
@@ -471,8 +468,8 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
     elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it anew costs up to 40 % of the time
-        ctypes.CDLL(None).mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        if ctypes.CDLL(None).mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which old glibc refuses: then leave both alone
+            ctypes.CDLL(None).mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     agent.to(device, memory_format=torch.channels_last)
     if device.type == "cuda" and args.compile:
         torch._dynamo.config.cache_size_limit = 64  # one compilation per batch size
@@ -516,11 +513,11 @@ def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
     def stop(number: int, _) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
-    def release(error, *_) -> None:  # a failed run's process ends, and another signal must not cut its last words
+    def release(error, *_) -> None:  # after an error ignore signals: one would cut off the advice to resume
         for number, handler in old.items():
             signal.signal(number, signal.SIG_IGN if error else handler)
 
-    if NUM_RANKS > 1:  # after Adam, whose import of torch._dynamo would keep the group's threads; they abort at exit
+    if NUM_RANKS > 1:  # after Adam: its import of torch._dynamo would keep the group's threads, which abort at exit
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun, even if that is killed
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # an evaluation keeps the other ranks waiting
@@ -559,7 +556,7 @@ COLUMNS += [f"time/{x}" for x in PHASES]
 COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
 
 
-class UsageError(BaseException):  # these two are no Exception, which library code might catch
+class UsageError(BaseException):  # no Exception, and nor is Stopped: library code catches those
     """The request cannot be served: one line, exit code 2."""
 
 
@@ -669,7 +666,7 @@ class Checkpoint:
 def save_atomically(path: Path, state: dict) -> None:
     """torch.save such that a crash or a full disk leaves the whole old file or the whole new one."""
     buffer, temporary = io.BytesIO(), path.with_name(path.name + ".tmp")
-    torch.save(state, buffer)  # into a file: RuntimeError on a full disk
+    torch.save(state, buffer)  # to a full disk it raises RuntimeError
     try:
         with open(temporary, "wb") as file:
             file.write(buffer.getvalue())
@@ -750,8 +747,8 @@ def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = F
 
 
 class Evaluator:
-    """Evaluates on levels outside of training and on the training levels, if these are restricted. Its environments
-    last the whole run, because procgen leaks memory when they are closed."""
+    """Evaluates on the levels above the training levels, or on all; and on the training levels, if these are
+    restricted. Its environments last the whole run, because procgen leaks memory when they are closed."""
 
     def __init__(self, args: Args, make_envs: Callable) -> None:
         self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed
@@ -783,7 +780,7 @@ class Evaluator:
 
 # ---- 9 Command line --------------------------------------------------------------------------------------------------
 ALGORITHM = "ppo"
-MAY_CHANGE = {"cuda", "num_grad_accum", "env_threads"}  # when a run is resumed
+MAY_CHANGE = {"cuda", "compile", "cuda_graphs", "env_threads", "num_grad_accum"}
 _starter = os.getppid() if dist.is_torchelastic_launched() else "self"  # torchrun, or the Python of this process
 LAUNCHER = Path(f"/proc/{_starter}/cmdline").read_text().split("\0")  # below: its words before the script
 LAUNCHER = LAUNCHER[: LAUNCHER.index(sys.argv[0])] if sys.argv[0] in LAUNCHER else LAUNCHER[:1]
@@ -863,8 +860,8 @@ def parse_args() -> Args:
     about = state.get("about", {"args": {}})
     is_ours = about.get("algorithm") == ALGORITHM and names <= set(about["args"])
     require(is_ours, f"{resume!r} is no run of this version of {Path(__file__).name}")
-    saved = about["args"] | {"resume": resume, "run_dir": resume}
-    default = Args(**{name: saved[name] for name in names})
+    saved, default = about["args"] | {"resume": resume, "run_dir": resume}, Args.__new__(Args)
+    vars(default).update(saved)  # unchecked: a flag may replace what this machine lacks
     args = replace(tyro.cli(Args, default=default))  # tyro took the derived fields from its default
     if args.total_timesteps > default.total_timesteps and not args.anneal_lr:
         names.remove("total_timesteps")

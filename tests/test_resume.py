@@ -221,6 +221,18 @@ def test_what_saves_memory_may_change_when_a_run_goes_on(finished):
     assert len(read_rows(resume(ppg_procgen, finished(), *flags))) == 4
 
 
+def test_a_run_of_another_machine_goes_on_with_flags_for_what_this_one_lacks(finished):
+    """Such as its GPU, or the compiler that torch.compile calls."""
+    run_dir = finished()
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    state["about"]["args"]["aux_device"] = "cuda"
+    torch.save(state, run_dir / "checkpoint.pt")
+    with pytest.raises(UsageError, match="there is no GPU in use"):
+        parse(ppg_procgen, "--resume", run_dir, "--total-timesteps", 256)
+    flags = ["--total-timesteps", "256", "--aux-device", "cpu", "--no-compile", "--no-cuda-graphs"]
+    assert len(read_rows(resume(ppg_procgen, run_dir, *flags))) == 4
+
+
 # ---- refused
 
 
