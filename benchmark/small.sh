@@ -4,7 +4,7 @@
 #     bash benchmark/small.sh                                  flags of sweep.py may follow, but for --folder and its runs
 #     bash benchmark/small.sh --baseline path/to/cleanrl       first flag: CleanRL's PPG as well, from its checkout,
 #                                                              unchanged, run by path/to/cleanrl/.venv/bin/python, if
-#                                                              there is one; its cut runs begin again
+#                                                              there is one; its interrupted runs begin again
 #     python benchmark/report.py sweeps/small --out report     the page
 #     TINY=1 bash benchmark/small.sh                           the same runs with 256 steps each, in their own folder
 baseline=

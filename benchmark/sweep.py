@@ -2,7 +2,7 @@
 
     python benchmark/sweep.py --env-ids starpilot bossfight --command "python ppg_procgen.py" --num-seeds 3
 
-The same call again continues: finished runs are skipped, cut runs go on from their checkpoint (--resume). Exit codes:
+The same call again continues: finished runs are skipped, interrupted runs go on from their checkpoint (--resume). Exit codes:
     0      every run is finished
     1      runs failed, after their retries; they are listed, with reason and log
     2      bad arguments, or another sweep is at work in the folder; nothing was started
@@ -14,7 +14,7 @@ A sweep is a folder that holds no path of its machine: copy it, and continue els
     logs/NAME.log    the output of all attempts at that run
     state/NAME.json  running, retrying, finished, stopped or failed, and why; a file per run, because the tasks of an
                      array job write at the same time from several machines
-    aside/           runs that were cut before their first checkpoint, and started afresh
+    aside/           runs that were stopped before their first checkpoint, and started afresh
 """
 
 import argparse
@@ -214,7 +214,7 @@ class Run:
                 fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise BlockingIOError(f"another process is at work on it, and holds {self.log_file}") from None
-            if self.next_step() == "start" and self.run_dir.exists():  # cut before its first checkpoint
+            if self.next_step() == "start" and self.run_dir.exists():  # stopped before its first checkpoint
                 self.run_dir.rename(self.folder / "aside" / f"{self.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
             argv = self.argv()
             log.write(f"=== {datetime.now():%Y-%m-%d %H:%M:%S} {platform.node()}: {shlex.join(argv)}\n".encode())
@@ -378,7 +378,7 @@ def plan(args: Args) -> tuple[dict, list[Run]]:
 
 
 def submit(args: Args, sweep: dict, runs: list[Run]) -> int:
-    """One array with a task per run; when and where they run, and that cut ones run again, is SLURM's affair."""
+    """One array with a task per run; when and where they run, and that interrupted ones run again, is SLURM's affair."""
     if shutil.which("sbatch") is None:
         refuse("--slurm needs the command sbatch")
     script = args.folder / "slurm.sbatch"

@@ -342,7 +342,7 @@ def main(args: Args) -> int:
         raise UsageError("two commands have the same name: rename a script, or give one a flag of its own")
     if args.out.is_dir():
         raise UsageError(f"--out is a file, and {args.out} is a folder")
-    baseline = commands[0].name if args.baseline else ""  # first, so that a cut leaves something to compare with
+    baseline = commands[0].name if args.baseline else ""  # first: an interrupted benchmark can compare too
     about = ppg_procgen.describe(ppg_procgen.Args(num_envs=1, e_auxiliary=0, cuda=args.cuda))
     about |= {"args": asdict(args) | {"out": str(args.out)}, "machine": {}, "runs": []}
     del about["algorithm"]

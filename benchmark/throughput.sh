@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Training speed on a GPU in one run of at most ten minutes: the four variants, then dual without CUDA graphs, without
-# compilation, and with the buffer on the host. What has been measured when it is cut stands in the JSON. Any flag of
+# compilation, and with the buffer on the host. If it is interrupted, the JSON holds what it has measured. Any flag of
 # throughput.py may follow, such as another script to compare with, its path from the repository, if the Python of this
 # environment can run it:
 #   bash benchmark/throughput.sh --baseline path/to/cleanrl/cleanrl/ppg_procgen.py
