@@ -2,7 +2,7 @@
 
     python benchmark/sweep.py --env-ids starpilot bossfight --command "python ppg_procgen.py" --num-seeds 3
 
-The same call again continues: finished runs are skipped, interrupted runs go on from their checkpoint (--resume). Exit codes:
+The same call again continues: finished runs are skipped, interrupted ones go on from their checkpoint (--resume). Exit codes:
     0      every run is finished
     1      runs failed, after their retries; they are listed, with reason and log
     2      bad arguments, or another sweep is at work in the folder; nothing was started
@@ -378,7 +378,7 @@ def plan(args: Args) -> tuple[dict, list[Run]]:
 
 
 def submit(args: Args, sweep: dict, runs: list[Run]) -> int:
-    """One array with a task per run; when and where they run, and that interrupted ones run again, is SLURM's affair."""
+    """One array with a task per run; when and where they run, and again if interrupted, is SLURM's affair."""
     if shutil.which("sbatch") is None:
         refuse("--slurm needs the command sbatch")
     script = args.folder / "slurm.sbatch"
