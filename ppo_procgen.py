@@ -17,8 +17,7 @@
 Sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). Look things up in 5 to 9.
 Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions. The baseline of ppg_procgen.py, and the
 same file where the two agree.
-Departures from openai/train-procgen: TF32, where hardware has it (not with --no-tf32); torch's Adam adds epsilon after
-the bias correction, TensorFlow's before it.
+Departure from openai/train-procgen: TF32, where hardware has it (not with --no-tf32).
 """
 
 import argparse
@@ -264,6 +263,11 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     # the learning rate is a tensor: a CUDA graph would freeze a Python float
     group = {"params": agent.parameters(), "lr": torch.tensor(args.learning_rate, device=device)}
     optimizer = torch.optim.Adam([group], eps=1e-5, fused=True, capturable=device.type == "cuda")
+    # TensorFlow's Adam: epsilon before the bias correction, so up to 32 times torch's. The learning rate holds the
+    # correction, and a step count as after a million steps keeps torch from correcting too
+    for param in agent.parameters():
+        moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+        optimizer.state[param] = {"step": torch.tensor(1e6, device=device)} | moments
     start_ranks(device, cleanup)
 
     @graphed
@@ -302,13 +306,13 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     evaluator = Evaluator(args, make_envs)
     next_obs, _ = envs.reset()
     next_done = episodes.totals[1, own] == 0  # length 0: an episode begins
+    num_updates = start_iteration * args.update_epochs * args.num_minibatches
 
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock, stats = [time.time()], {}
         global_step = iteration * batch_size
         where = f"of iteration {iteration}, step {global_step:,}"
         remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0  # of the whole run
-        optimizer.param_groups[0]["lr"].fill_(remaining * args.learning_rate)
 
         # Perform rollouts under current policy pi
         for t in range(T):
@@ -338,7 +342,12 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
             mb_advantages = advantages.flatten()[b_inds]  # (num_minibatches, B)
             std, mean = torch.std_mean(torch.cat(gather(mb_advantages.cpu()), 1), 1, correction=0, keepdim=True)
             batch["advantages"][b_inds] = (mb_advantages - mean.to(device)) / (std.to(device) + 1e-8)
-            updates = [mb_update(**{name: x[mb_inds] for name, x in batch.items()}) for mb_inds in b_inds]
+            updates = []
+            for mb_inds in b_inds:
+                num_updates += 1
+                correction = math.sqrt(1 - 0.999**num_updates) / (1 - 0.9**num_updates)
+                optimizer.param_groups[0]["lr"].fill_(remaining * args.learning_rate * correction)
+                updates.append(mb_update(**{name: x[mb_inds] for name, x in batch.items()}))
             fetch_stats(updates, "losses/", f"update {where}", stats)
         clock.append(time.time())
 

@@ -5,6 +5,7 @@ import contextlib
 import copy
 import importlib.metadata
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import CHEAP_PPO, ROOT, as_flags, comparable, make_args, parse, read_rows, same, snapshot
+from conftest import CHEAP_PPO, ROOT, as_flags, comparable, make_args, parse, read_rows, resume, same, snapshot
 from packaging.requirements import Requirement
 from packaging.version import Version
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -211,16 +212,41 @@ def test_ppo_normalizes_advantages_by_minibatch(run, monkeypatch):
     seen, original = [], ppo_procgen.update
 
     def update(optimizer, loss_fn, num_parts, max_grad_norm, **minibatch):
-        seen.append((optimizer, minibatch["advantages"], max_grad_norm))
+        seen.append((minibatch["advantages"], max_grad_norm))
         return original(optimizer, loss_fn, num_parts, max_grad_norm, **minibatch)
 
     monkeypatch.setattr(ppo_procgen, "update", update)
     run(ppo_procgen, total_timesteps=64)
     assert len(seen) == 3 * 2  # epochs * minibatches
-    for optimizer, advantages, max_grad_norm in seen:
+    for advantages, max_grad_norm in seen:
         assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
         assert advantages.std(correction=0).item() == pytest.approx(1, abs=1e-4)
-        assert optimizer.defaults["eps"] == 1e-5 and max_grad_norm == 0.5
+        assert max_grad_norm == 0.5
+
+
+def test_ppo_steps_as_tensorflows_adam(run, monkeypatch):
+    """m / (sqrt(v) + epsilon), its bias corrections in the learning rate; and so again in a resumed run."""
+    updates, original = [], ppo_procgen.update
+
+    def flat(tensors):
+        return torch.cat([x.detach().double().flatten() for x in tensors])
+
+    def update(optimizer, *rest, **minibatch):
+        params = optimizer.param_groups[0]["params"]
+        before, stats = flat(params), original(optimizer, *rest, **minibatch)
+        updates.append((before, flat(x.grad for x in params), flat(params)))
+        return stats
+
+    monkeypatch.setattr(ppo_procgen, "update", update)
+    run_dir = run(ppo_procgen, total_timesteps=128, learning_rate=1e-3)
+    resume(ppo_procgen, run_dir, "--total-timesteps", 256)
+    assert len(updates) == 4 * 3 * 2  # iterations * epochs * minibatches
+    m = v = 0
+    for t, (before, grad, after) in enumerate(updates, start=1):
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        step = 1e-3 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (v.sqrt() + 1e-5)
+        assert torch.allclose(before - step, after, rtol=0, atol=2e-7)
+        assert step.abs().max() > 1e-4
 
 
 # ---- flags
