@@ -18,7 +18,8 @@ Sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). 
 Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions; N_pi, E_pi, E_V, E_aux, beta_clone as in
 the paper. [PPG-k] marks what PPG does and PPO does not; benchmark/GUIDE.md lists the six with their sources.
 Departures from openai/phasic-policy-gradient: the auxiliary phase in bfloat16, the rest in TF32, where hardware has it
-(not with --aux-dtype float32 --no-tf32); 64 environments on easy levels, not 4 x 64 on hard ones.
+(not with --aux-dtype float32 --no-tf32); minibatches of single steps in the policy phase, not of whole rollouts; 64
+environments on easy levels, not 4 x 64 on hard ones.
 """
 
 import argparse
