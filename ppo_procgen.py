@@ -17,7 +17,8 @@
 Sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). Look things up in 5 to 9.
 Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions. The baseline of ppg_procgen.py, and the
 same file where the two agree.
-Departure from openai/train-procgen: TF32, where hardware has it (not with --no-tf32).
+Departures from openai/train-procgen: max-pooling pads on all sides, as PPG's, TensorFlow's only below and on the right;
+TF32, where hardware has it (not with --no-tf32).
 """
 
 import argparse

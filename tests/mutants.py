@@ -1,8 +1,10 @@
-"""Do the tests notice faults? Puts one at a time into a copy of ppg_procgen.py and runs the tests on it: first the file
-that should notice, then all the others. Prints the faults that no test notices; exit code 1 if there are any.
+"""Do the tests notice faults? Puts one at a time into a copy of ppg_procgen.py, or what PPO has of its own into one of
+ppo_procgen.py, and runs the tests on it: first the file that should notice, then all the others. Prints the faults that
+no test notices; exit code 1 if there are any.
 
     python tests/mutants.py                # all, an hour on 2 cores
     python tests/mutants.py kl gae --first # those whose text has one of the words; only the file that should notice
+    python tests/mutants.py ppo --first    # those in ppo_procgen.py
 """
 
 import os
@@ -113,6 +115,9 @@ MUTANTS = {
         ("signal.SIG_IGN if error else handler", "handler"),
         ('"episodes": episodes, "rewards"', '"rewards"'),
         (', "rewards": reward_normalizer}', "}"),
+        ('"rewards": reward_normalizer} | optimizers', '"rewards": reward_normalizer}'),
+        ("} | optimizers", '} | {name: x for name, x in optimizers.items() if name != "value_optimizer"}'),
+        ("} | optimizers", '} | {name: x for name, x in optimizers.items() if name != "aux_optimizer"}'),
         ("in np.argwhere(~np.isfinite(tables)):", "in []:"),
         ("and not args.anneal_lr:", ":"),
         ("for name in names - MAY_CHANGE", "for name in set()"),
@@ -134,14 +139,49 @@ MUTANTS = {
     ],
 }  # fmt: skip
 
+PPO_MUTANTS = {
+    "algorithm": [
+        ('stats["value_loss"] = 0.5 * errors.mean()', 'stats["value_loss"] = errors.mean()'),
+        ('loss + args.vf_coef * stats["value_loss"]', 'loss + stats["value_loss"]'),
+        ("orthogonal_(self.policy_head.weight, 0.01)", "orthogonal_(self.policy_head.weight, 1.0)"),
+        ("orthogonal_(self.value_head.weight, 1.0)", "orthogonal_(self.value_head.weight, 0.01)"),
+        ("nn.init.xavier_uniform_(module.weight)", "nn.init.xavier_normal_(module.weight)"),
+        ("nn.init.zeros_(module.bias)", "pass"),
+        ("normalized[t] = (reward /", "normalized[t] = (rewards[0] /"),
+        ("    self.moments += torch", "    self.moments = torch"),
+        (".clamp(-10, 10)", ".clamp(-100, 100)"),
+    ],
+    "training": [
+        ("1, correction=0, keepdim=True)", "1, correction=1, keepdim=True)"),
+        ("(mb_advantages - mean.to(device))", "mb_advantages"),
+        ("/ (std.to(device) + 1e-8)", "/ 1"),
+        ('batch["advantages"][b_inds] = (mb_advantages', 'batch["advantages"][b_inds.flip(0)] = (mb_advantages'),
+        ("num_updates = start_iteration * args.update_epochs * args.num_minibatches", "num_updates = 0"),
+        ("correction = math.sqrt(1 - 0.999**num_updates) / (1 - 0.9**num_updates)", "correction = 1.0"),
+        ("torch.tensor(1e6, device=device)", "torch.tensor(0.0, device=device)"),
+        ("eps=1e-5, fused", "eps=1e-8, fused"),
+        (".fill_(remaining * args", ".fill_(args"),
+        ("b_inds = torch.randperm(args.batch_size, device=device)", "b_inds = torch.arange(args.batch_size)"),
+        ("in range(args.update_epochs):", "in range(1):"),
+        ("values[T] = policy_agent(", "values[T] = 0 * policy_agent("),
+        ("clip_vloss: bool = True", "clip_vloss: bool = False"),
+        ("max_grad_norm: float = 0.5", "max_grad_norm: float = 0.0"),
+    ],
+    "resume": [
+        (', "optimizer": optimizer}', "}"),
+        ("if finished or iteration % args.checkpoint_interval == 0:", "if finished:"),
+    ],
+    "distributed": [("gather(mb_advantages.cpu())", "[mb_advantages.cpu()]")],
+}  # fmt: skip
 
-def notices(source: str, files: list[str]) -> bool:
-    """Whether a test in these files fails on a copy of the repository with this ppg_procgen.py. The test that compares
-    the two scripts word for word is left out: it would notice anything."""
+
+def notices(script: str, source: str, files: list[str]) -> bool:
+    """Whether a test in these files fails on a copy of the repository with this source of the script. Left out is the
+    test that compares the two scripts word for word: it would notice anything."""
     with tempfile.TemporaryDirectory() as folder:
         ignored = shutil.ignore_patterns(".git", "runs", "sweeps")
         copy = Path(shutil.copytree(ROOT, Path(folder) / "copy", ignore=ignored))
-        (copy / "ppg_procgen.py").write_text(source)
+        (copy / f"{script}.py").write_text(source)
         if (pid := os.fork()) == 0:  # it has imported torch, but none of our files
             os.chdir(copy)
             sys.path.insert(0, str(copy))
@@ -155,21 +195,24 @@ def notices(source: str, files: list[str]) -> bool:
 
 
 def main(words: list[str], first_only: bool) -> int:
-    source, survivors, number = (ROOT / "ppg_procgen.py").read_text(), [], 0
-    chosen = [(name, *mutant) for name, mutants in MUTANTS.items() for mutant in mutants]
-    for name, old, new in chosen:
-        if words and not any(word in f"{name} {old} {new}" for word in words):
+    survivors, number, scripts = [], 0, {"ppg_procgen": MUTANTS, "ppo_procgen": PPO_MUTANTS}
+    chosen = [(script, name, *x) for script, groups in scripts.items() for name, group in groups.items() for x in group]
+    for script, name, old, new in chosen:
+        if words and not any(word in f"{script} {name} {old} {new}" for word in words):
             continue
+        source = (ROOT / f"{script}.py").read_text()
         number, files = number + 1, [f"tests/test_{name}.py"]
         others = sorted(f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py"))
         others = [] if first_only else [file for file in others if file not in files]
         if source.count(old) != 1:
             outcome = f"occurs {source.count(old)} times"
-        elif notices(mutated := source.replace(old, new), files) or (others and notices(mutated, others)):
+        elif notices(script, mutated := source.replace(old, new), files) or (
+            others and notices(script, mutated, others)
+        ):
             outcome = ""
         else:
             outcome = "survives"
-        print(f"{outcome or 'noticed':9} | {name:11} | {old!r} -> {new!r}", flush=True)
+        print(f"{outcome or 'noticed':9} | {script} | {name:11} | {old!r} -> {new!r}", flush=True)
         survivors += [(outcome, old, new)] if outcome else []
     print(f"{len(survivors)} of {number} faults were not noticed")
     for outcome, old, new in survivors:

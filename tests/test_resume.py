@@ -74,11 +74,11 @@ VARIANTS = {
     "dual": (ppg_procgen, {"e_value": 2}),
     "detach": (ppg_procgen, {"arch": "detach", "eval_interval": 1, "eval_episodes": 2, "env_id": "bossfight"}),
     "shared": (ppg_procgen, {"arch": "shared", "e_auxiliary": 0, "checkpoint_interval": 1}),
-    "ppo": (ppo_procgen, {"checkpoint_interval": 2}),
+    "ppo": (ppo_procgen, {"checkpoint_interval": 1}),
 }
 # inside the rollout, an update, the writing of a checkpoint (before and after the bytes are on the disk), of a row
 POINTS = [("ProcgenVectorEnv.step", 20), ("update", 9), ("os.replace", 3), ("torch.save", 4)]
-POINTS += [("SummaryWriter.add_scalar", 9)]
+POINTS += [("SummaryWriter.add_scalar", 9), ("ProcgenVectorEnv.step", 40)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -91,6 +91,7 @@ def test_a_killed_run_resumes_to_the_bits_of_one_never_killed(tmp_path, trained,
         assert result.returncode in (-signal.SIGKILL, 0), result.stderr
         assert i or result.returncode == -signal.SIGKILL
         age(run_dir)
+    assert script.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] >= 2
     if result.returncode != 0:
         resume(script, run_dir)
     assert same(run_dir, whole)

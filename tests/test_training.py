@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,14 +30,15 @@ from ppg_procgen import Args, ProcgenVectorEnv, UsageError
 @pytest.fixture
 def updates(monkeypatch):
     """Records (optimizer, names of what was trained, minibatch, statistics) of each optimizer step."""
-    recorded, original = [], ppg_procgen.update
+    recorded = []
 
-    def update(optimizer, *rest, **minibatch):
+    def update(original, optimizer, *rest, **minibatch):
         stats = original(optimizer, *rest, **minibatch)
         recorded.append((optimizer, set(stats), minibatch, {name: x.item() for name, x in stats.items()}))
         return stats
 
-    monkeypatch.setattr(ppg_procgen, "update", update)
+    for script in (ppg_procgen, ppo_procgen):
+        monkeypatch.setattr(script, "update", partial(update, script.update))
     return recorded
 
 
@@ -100,10 +102,11 @@ def test_the_buffer_holds_full_rollouts_with_the_policy_as_the_phase_begins(run,
         torch.testing.assert_close(minibatch["old_logprobs"], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("arch", ["dual", "detach"])
-def test_targets_are_those_of_generalised_advantage_estimation_on_what_was_played(run, updates, monkeypatch, arch):
+@pytest.mark.parametrize("name", ["dual", "detach", "ppo"])
+def test_targets_are_those_of_generalised_advantage_estimation_on_what_was_played(run, updates, monkeypatch, name):
     """From what the environments gave and the network says before any update."""
-    played, agents, original = [], [], ppg_procgen.Agent
+    script, flags = (ppo_procgen, {}) if name == "ppo" else (ppg_procgen, {"arch": name, "e_auxiliary": 0})
+    played, agents, original = [], [], script.Agent
 
     class Watched(ProcgenVectorEnv):
         def reset(self):
@@ -119,10 +122,10 @@ def test_targets_are_those_of_generalised_advantage_estimation_on_what_was_playe
         agents.extend([agent := original(*args), copy.deepcopy(agent)])
         return agent
 
-    monkeypatch.setattr(ppg_procgen, "ProcgenVectorEnv", Watched)
-    monkeypatch.setattr(ppg_procgen, "Agent", make_agent)
-    T, N, flags = 128, 4, {"gamma": 0.97, "gae_lambda": 0.8, "reward_gamma": 0.9}
-    run(arch=arch, env_id="starpilot", num_steps=T, total_timesteps=T * N, num_minibatches=1, e_auxiliary=0, **flags)
+    monkeypatch.setattr(script, "ProcgenVectorEnv", Watched)
+    monkeypatch.setattr(script, "Agent", make_agent)
+    T, N, flags = 128, 4, flags | {"gamma": 0.97, "gae_lambda": 0.8, "reward_gamma": 0.9}
+    run(script, env_id="starpilot", num_steps=T, total_timesteps=T * N, num_minibatches=1, **flags)
     agent = agents[1]  # as it was before any update
     obs = torch.from_numpy(np.stack([step[0] for step in played]))  # (T + 1, N, ...)
     rewards, dones = (torch.from_numpy(np.stack([step[i] for step in played[1:]])).float() for i in (1, 2))
@@ -131,8 +134,8 @@ def test_targets_are_those_of_generalised_advantage_estimation_on_what_was_playe
     with torch.no_grad():
         values = agent(obs.flatten(0, 1)).values.view(T + 1, N)
         logprobs = agent(obs[:-1].flatten(0, 1)).logits.log_softmax(-1)
-    normalized = ppg_procgen.RewardNormalizer(N, 0.9)(rewards, firsts[:-1])
-    advantages = ppg_procgen.compute_gae(normalized, values, firsts, 0.97, 0.8)
+    normalized = script.RewardNormalizer(N, 0.9)(rewards, firsts[:-1])
+    advantages = script.compute_gae(normalized, values, firsts, 0.97, 0.8)
     (_, _, minibatch, _), *_ = updates
     order = [obs[:-1].flatten(0, 1).flatten(1).tolist().index(x) for x in minibatch["obs"].flatten(1).tolist()[:8]]
     torch.testing.assert_close(minibatch["returns"].sort()[0], (advantages + values[:-1]).flatten().sort()[0])
@@ -224,7 +227,8 @@ def test_ppo_normalizes_advantages_by_minibatch(run, monkeypatch):
         assert max_grad_norm == 0.5
 
 
-def test_ppo_steps_as_tensorflows_adam(run, monkeypatch):
+@pytest.mark.parametrize("anneal_lr", [False, True])
+def test_ppo_steps_as_tensorflows_adam(run, monkeypatch, anneal_lr):
     """m / (sqrt(v) + epsilon), its bias corrections in the learning rate; and so again in a resumed run."""
     updates, original = [], ppo_procgen.update
 
@@ -238,18 +242,45 @@ def test_ppo_steps_as_tensorflows_adam(run, monkeypatch):
         return stats
 
     monkeypatch.setattr(ppo_procgen, "update", update)
-    run_dir = run(ppo_procgen, total_timesteps=128, learning_rate=1e-3)
-    resume(ppo_procgen, run_dir, "--total-timesteps", 256)
+    run_dir = run(ppo_procgen, total_timesteps=256 if anneal_lr else 128, learning_rate=1e-3, anneal_lr=anneal_lr)
+    if not anneal_lr:
+        resume(ppo_procgen, run_dir, "--total-timesteps", 256)
     assert len(updates) == 4 * 3 * 2  # iterations * epochs * minibatches
     m = v = 0
     for t, (before, grad, after) in enumerate(updates, start=1):
         m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
-        step = 1e-3 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (v.sqrt() + 1e-5)
+        rate = 1e-3 * (1 - (t - 1) // 6 / 4) if anneal_lr else 1e-3
+        step = rate * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (v.sqrt() + 1e-5)
         assert torch.allclose(before - step, after, rtol=0, atol=2e-7)
         assert step.abs().max() > 1e-4
 
 
+def test_each_epoch_of_ppo_shuffles_the_samples_and_has_each_once(run, updates):
+    run(ppo_procgen, total_timesteps=64, update_epochs=2)
+    epochs = [torch.cat([minibatch["logprobs"] for *_, minibatch, _ in updates[i : i + 2]]) for i in (0, 2)]
+    assert not torch.equal(*epochs) and torch.equal(epochs[0].sort()[0], epochs[1].sort()[0])
+    assert updates[0][2]["values"].shape == (32,)
+
+
 # ---- flags
+
+PUBLISHED = {  # both papers' easy setting
+    "total_timesteps": 25_000_000, "distribution_mode": "easy", "num_levels": 0, "start_level": 0, "num_envs": 64,
+    "num_steps": 256, "learning_rate": 5e-4, "anneal_lr": False, "gamma": 0.999, "gae_lambda": 0.95,
+    "reward_gamma": 0.99, "num_minibatches": 8, "clip_coef": 0.2, "ent_coef": 0.01, "vf_coef": 0.5,
+}  # fmt: skip
+PUBLISHED_PPG = {
+    "e_policy": 1, "e_value": 1, "kl_coef": 0, "clip_vloss": False, "max_grad_norm": 0, "arch": "dual",
+    "n_iteration": 32, "e_auxiliary": 6, "aux_learning_rate": 5e-4, "beta_clone": 1, "num_aux_rollouts": 4,
+    "num_aux_minibatches": 0, "aux_interval": 1, "single_optimizer": False,
+}  # fmt: skip
+PUBLISHED_PPO = {"update_epochs": 3, "clip_vloss": True, "max_grad_norm": 0.5}
+
+
+def test_defaults_are_the_published_settings():
+    for args, own in ((Args(), PUBLISHED_PPG), (ppo_procgen.Args(), PUBLISHED_PPO)):
+        assert {name: getattr(args, name) for name in PUBLISHED | own} == PUBLISHED | own
+
 
 FLAGS = {
     "env_id": "bigfish", "total_timesteps": 192, "seed": 2, "distribution_mode": "hard", "num_levels": 1,
@@ -260,6 +291,8 @@ FLAGS = {
     "num_aux_rollouts": 4, "num_aux_minibatches": 2, "num_aux_grad_accum": 3, "aux_interval": 2,
     "single_optimizer": True, "aux_dtype": "bfloat16",
 }  # fmt: skip
+PPO_FLAGS = {name: FLAGS[name] for name in FLAGS if name in {field.name for field in fields(ppo_procgen.Args)}}
+PPO_FLAGS |= {"update_epochs": 2, "clip_vloss": False}
 ELSEWHERE = {  # these change no number of the training; each has a test of its own
     "exp_name", "run_dir", "resume", "checkpoint_interval", "cuda", "track", "wandb_project_name", "wandb_entity",
     "eval_interval", "eval_episodes", "capture_video", "env_threads", "aux_device",
@@ -269,12 +302,19 @@ ELSEWHERE = {  # these change no number of the training; each has a test of its 
 
 def test_every_flag_is_tested():
     assert set(FLAGS) | ELSEWHERE == {field.name for field in fields(Args) if field.init}
+    assert set(PPO_FLAGS) | ELSEWHERE - {"aux_device"} == {
+        field.name for field in fields(ppo_procgen.Args) if field.init
+    }
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_flag_changes_the_run(trained, flag):
+@pytest.mark.parametrize(
+    "script, flag", [*((ppg_procgen, flag) for flag in FLAGS), *((ppo_procgen, flag) for flag in PPO_FLAGS)]
+)
+def test_flag_changes_the_run(trained, script, flag):
     extra = {"start_level": {"num_levels": 1}, "clip_vloss": {"clip_coef": 1e-3}}.get(flag, {})
-    changed, reference = trained(**{flag: FLAGS[flag]} | extra), trained(**extra)
+    value = FLAGS[flag] if script is ppg_procgen else PPO_FLAGS[flag]
+    extra |= {} if script is ppg_procgen or flag == "total_timesteps" else {"total_timesteps": 128}
+    changed, reference = trained(script, **{flag: value} | extra), trained(script, **extra)
     rows, weights = comparable(changed)
     reference_rows, reference_weights = comparable(reference)
     if set(weights) == set(reference_weights):
