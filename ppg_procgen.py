@@ -19,7 +19,8 @@ Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions; N
 the paper. [PPG-k] marks what PPG does and PPO does not; benchmark/GUIDE.md lists the six with their sources.
 Departures from openai/phasic-policy-gradient: the auxiliary phase in bfloat16, the rest in TF32, where hardware has it
 (not with --aux-dtype float32 --no-tf32); minibatches of single steps in the policy phase, not of whole rollouts; 64
-environments on easy levels, not 4 x 64 on hard ones.
+environments on easy levels, not 4 x 64 on hard ones. As in that code, but not in the paper's section 3.6, --arch detach
+detaches the value head in the auxiliary phase too.
 """
 
 import argparse
@@ -56,7 +57,8 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 # ---- 1 Arguments -----------------------------------------------------------------------------------------------------
-NUM_CORES = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this job, for each rank
+LOCAL_WORLD_SIZE = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of this job on this machine
+NUM_CORES = len(os.sched_getaffinity(0)) // LOCAL_WORLD_SIZE  # for each rank
 _games = "bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper maze miner ninja"
 Game = Literal[tuple(f"{_games} plunder starpilot".split())]
 
@@ -98,7 +100,7 @@ class Args:
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     reward_gamma: float = 0.99  # discount of the returns whose standard deviation scales the rewards
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
-    num_grad_accum: int = 0  # chunks per minibatch: same step, less memory; 0: of 512 samples on a CPU, else one
+    num_grad_accum: int = 0  # chunks per minibatch: same step, less memory; 0: of 512 samples on a CPU, one on a GPU
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1  # E_V: value epochs, first if E_V != E_pi
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
@@ -128,20 +130,17 @@ class Args:
     device: str = field(init=False)
     num_ranks: int = field(init=False)
     batch_size: int = field(init=False)
-    minibatch_size: int = field(init=False)
     num_iterations: int = field(init=False)
 
     def __post_init__(self) -> None:
         """Derive sizes. UsageError for what cannot run."""
         self.device = f"cuda:{LOCAL_RANK}" if self.cuda and torch.cuda.is_available() else "cpu"
         self.num_ranks, self.batch_size = NUM_RANKS, self.num_envs * self.num_steps
-        self.minibatch_size = self.batch_size // max(self.num_minibatches, 1)
         self.num_iterations = self.total_timesteps // max(self.batch_size * NUM_RANKS, 1)
         check_args(self)
         if self.aux_dtype == "auto":
             cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-            gpu = self.device != "cpu" and torch.cuda.get_device_capability(self.device)
-            is_fast = gpu >= (8, 0) if gpu else "avx512_bf16" in cpu
+            is_fast = torch.cuda.is_bf16_supported(False) if self.device != "cpu" else "avx512_bf16" in cpu
             self.aux_dtype = "bfloat16" if is_fast else "float32"
         unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
         self.run_dir = self.run_dir or f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
@@ -175,7 +174,7 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # max-pooling commutes with adding a bias: same bits, and a compiled backward need not keep conv + bias
+        # max-pooling commutes with adding a bias (to the bit in float32); a compiled backward need not keep conv + bias
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
@@ -345,7 +344,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         return graphed(partial(update, opt, loss_fn, num_chunks, args.max_grad_norm))
 
     chunk_size = 2**31 if device.type == "cuda" else 512  # larger chunks on a CPU take gigabytes and are no faster
-    num_chunks = args.num_grad_accum or math.ceil(args.minibatch_size / chunk_size)
+    num_chunks = args.num_grad_accum or math.ceil(args.batch_size / args.num_minibatches / chunk_size)
     num_aux_chunks = args.num_aux_grad_accum or math.ceil(args.num_aux_rollouts * T / chunk_size)
     joint_loss = partial(policy_phase_loss, policy_agent, args)
     joint_update = make_update(optimizer, joint_loss, num_chunks)
@@ -361,7 +360,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     num_rows = args.n_iteration * N if args.e_auxiliary > 0 else 0
     aux_shape = (num_rows, T, *envs.obs_shape)
     # auto: the buffer is on the GPU if it fits beside 3 MB per minibatch sample of each phase (CUDA graphs keep memory)
-    needed = math.prod(aux_shape) + 2e9 + 3e6 * (args.minibatch_size + args.num_aux_rollouts * T)
+    needed = math.prod(aux_shape) + 2e9 + 3e6 * (args.batch_size / args.num_minibatches + args.num_aux_rollouts * T)
     fits = device.type == "cpu" or args.aux_device == "cuda" or needed < torch.cuda.mem_get_info()[0]
     aux_device = device if fits and args.aux_device != "cpu" else torch.device("cpu")
     aux_obs = torch.empty(aux_shape, dtype=torch.uint8, device=aux_device, pin_memory=aux_device != device)
@@ -372,10 +371,10 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     state = load_checkpoint(Path(args.run_dir) / "checkpoint.pt") if args.resume else None
     start_iteration = state["iteration"] if state else 0
     num_phases = num_iterations // (args.n_iteration * args.aux_interval) if args.e_auxiliary > 0 else 0
-    batch_size, size = NUM_RANKS * args.batch_size, f"{NUM_RANKS} ranks x {N} environments x {T} steps"
+    steps, sizes = NUM_RANKS * args.batch_size, f"{NUM_RANKS} ranks x {N} environments x {T} steps"
     levels = f"{args.env_id} {args.distribution_mode}, {args.num_levels or 'all'} levels"
     say(f"{args.run_dir}: {levels}, seed {args.seed}, {args.arch} on {device}")
-    say(f"iterations {start_iteration + 1:,} to {num_iterations:,} of {size} = {num_iterations * batch_size:,} steps")
+    say(f"iterations {start_iteration + 1:,} to {num_iterations:,} of {sizes} = {num_iterations * steps:,} steps")
     say(f"{num_phases:,} auxiliary phases in {args.aux_dtype} over {math.prod(aux_shape) / 1e9:.1f} GB on {aux_device}")
     logger = Logger(args, metrics_file, state and state["logger"], cleanup)
     parts = {"agent": agent, "episodes": episodes, "rewards": reward_normalizer} | optimizers
@@ -389,7 +388,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
 
     for iteration in range(start_iteration + 1, num_iterations + 1):
         clock, stats = [time.time()], {}
-        global_step = iteration * batch_size
+        global_step = iteration * steps
         where = f"of iteration {iteration}, step {global_step:,}"
         remaining = 1 - (iteration - 1) / num_iterations if args.anneal_lr else 1.0  # of the whole run
         for opt in optimizers.values():
@@ -427,8 +426,8 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         separate = [value_update] * args.e_value + [policy_update] * args.e_policy
         for mb_update in [joint_update] * args.e_policy if args.e_policy == args.e_value else separate:
             b_inds = torch.randperm(args.batch_size, device=device).view(args.num_minibatches, -1)
-            updates = [mb_update(**{name: x[mb_inds] for name, x in batch.items()}) for mb_inds in b_inds]
-            fetch_stats(updates, "losses/", f"policy phase {where}", stats)
+            update_stats = [mb_update(**{name: x[mb_inds] for name, x in batch.items()}) for mb_inds in b_inds]
+            fetch_stats(update_stats, "losses/", f"policy phase {where}", stats)
 
         # Add all (s_t, V_targ) to B
         if args.e_auxiliary > 0:
@@ -450,11 +449,11 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
             for epoch in range(args.e_auxiliary):
                 logger.bar.set_description(f"auxiliary epoch {epoch + 1}")
                 aux_inds = torch.randperm(num_rows).view(-1, args.num_aux_rollouts)  # [PPG-2]
-                updates = []
+                update_stats = []
                 for mb_inds in aux_inds[: args.num_aux_minibatches or None].tolist():
                     mb = {name: [x[i].to(device, non_blocking=True) for i in mb_inds] for name, x in buffer.items()}
-                    updates.append(aux_update(**{name: torch.cat(rollouts) for name, rollouts in mb.items()}))
-                fetch_stats(updates, "losses/aux/", f"auxiliary phase {where}", stats)
+                    update_stats.append(aux_update(**{name: torch.cat(rollouts) for name, rollouts in mb.items()}))
+                fetch_stats(update_stats, "losses/aux/", f"auxiliary phase {where}", stats)
             logger.bar.set_description("policy phase")
         clock.append(time.time())
 
@@ -489,7 +488,7 @@ class ProcgenVectorEnv:
 
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
-        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # default: random
+        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # no seed: random
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
@@ -598,7 +597,7 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
 
 class CudaGraph:
     """A CUDA graph of a function of named tensors: captured at call 4, then replayed. Calls 1 to 3 warm up on real
-    work, so no state is restored. Shapes, and the tensors that the function changes, must stay the same."""
+    work, so there is nothing to undo. Shapes, and the tensors that the function changes, must stay the same."""
 
     def __init__(self, function: Callable) -> None:
         self.function, self.num_calls = function, 0
@@ -675,7 +674,7 @@ COLUMNS += [f"time/{x}" for x in PHASES]
 COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
 
 
-class UsageError(BaseException):  # no Exception, and nor is Stopped: library code catches those
+class UsageError(BaseException):  # like Stopped no Exception, which library code may catch and swallow
     """The request cannot be served: one line, exit code 2."""
 
 
@@ -851,19 +850,16 @@ def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = F
         frames = np.stack(envs.render()).reshape(2, 2, 512, 512, 3)
         mp4.send(np.ascontiguousarray(frames.swapaxes(1, 2)))  # (row, y, column, x, RGB)
 
-    temporary = path.with_suffix(".tmp.mp4")
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # gym3 pins a version whose import warns
             ffmpeg = importlib.import_module("imageio_ffmpeg")
-        mp4 = ffmpeg.write_frames(str(temporary), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: as a person plays
+        mp4 = ffmpeg.write_frames(str(path), (1024, 1024), fps=15, ffmpeg_timeout=0)  # 15: as a person plays
         with contextlib.closing(mp4):
             mp4.send(None)
             evaluate(agent, envs, seed, greedy, add_frame)
-        os.replace(temporary, path)
     except (OSError, ImportError, RuntimeError) as error:  # such as no ffmpeg: must not end the training
+        path.unlink(missing_ok=True)
         say(f"no {path}: {error}", sys.stderr)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class Evaluator:
@@ -924,21 +920,21 @@ def check_args(args: Args) -> None:
     mode, games = args.distribution_mode, GAMES_WITH_MODE.get(args.distribution_mode, [args.env_id])
     require(args.env_id in games, f"{args.env_id} has no {mode} mode; {', '.join(games)} have")
     require(mode != "exploration" or args.num_levels == 0, "exploration mode has a single level of its own")
-    size, number = args.batch_size, args.num_minibatches
-    require(size % number == 0, f"num_minibatches ({number}) must divide num_envs * num_steps ({size})")
+    size, parts = args.batch_size, args.num_minibatches
+    require(size % parts == 0, f"num_minibatches ({parts}) must divide num_envs * num_steps ({size})")
     on_gpu = args.device != "cpu"
     require(not on_gpu or LOCAL_RANK < torch.cuda.device_count(), "there are more ranks than GPUs on this machine")
     require(args.num_iterations > 0, f"total_timesteps is less than an iteration of {size * NUM_RANKS} steps")
-    size, number = args.n_iteration * args.num_envs if args.e_auxiliary > 0 else 0, args.num_aux_rollouts
-    require(size % number == 0, f"num_aux_rollouts ({number}) must divide n_iteration * num_envs ({size})")
+    rows, number = args.n_iteration * args.num_envs if args.e_auxiliary > 0 else 0, args.num_aux_rollouts
+    require(rows % number == 0, f"num_aux_rollouts ({number}) must divide n_iteration * num_envs ({rows})")
     number *= args.num_aux_minibatches if args.e_auxiliary > 0 else 0
-    require(number <= size, f"num_aux_minibatches take {number} rollouts, but the buffer has {size}")
+    require(number <= rows, f"num_aux_minibatches take {number} rollouts, but the buffer has {rows}")
     require(not args.single_optimizer or args.aux_learning_rate == args.learning_rate, "single_optimizer: one rate")
     require(on_gpu or args.aux_device != "cuda", "aux_device: there is no GPU in use")
-    size = ((size + args.num_envs) * args.num_steps * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    needed = ((rows + args.num_envs) * args.num_steps * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 / LOCAL_WORLD_SIZE
     memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if on_gpu else 0
-    require(size < memory, f"rollouts and environments need {size:,.0f} GB of {memory:,.0f} GB of memory")
+    require(needed < memory, f"rollouts and environments need {needed:,.0f} GB of {memory:,.0f} GB of memory a rank")
 
 
 def describe(args: Args) -> dict:

@@ -213,7 +213,8 @@ def test_videos_show_all_frames_of_four_games(evaluated):
 def test_a_broken_ffmpeg_does_not_end_the_run(run, monkeypatch, capsys):
     import imageio_ffmpeg
 
-    def write_frames(*args, **options):
+    def write_frames(path, *args, **options):
+        Path(path).write_bytes(b"half a video")
         raise OSError("no ffmpeg here")
 
     monkeypatch.setattr(imageio_ffmpeg, "write_frames", write_frames)

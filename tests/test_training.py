@@ -372,6 +372,13 @@ def test_bad_flags_end_with_a_message_and_exit_code_2(tmp_path, monkeypatch, cap
     assert not list(tmp_path.iterdir())
 
 
+def test_ranks_share_the_memory_of_their_machine(script, monkeypatch):
+    script.Args(cuda=False)
+    monkeypatch.setattr(script, "LOCAL_WORLD_SIZE", 1000)
+    with pytest.raises(script.UsageError, match="of memory a rank"):
+        script.Args(cuda=False)
+
+
 @pytest.mark.parametrize("flags", ["--resume=", "--num-envs 1000000", "--exp-name ../../x"])
 def test_bad_flags_from_the_command_line(command_line, script, flags):
     result = command_line(script, *flags.split())
