@@ -91,7 +91,7 @@ MUTANTS = {
         ("    torch.manual_seed(args.seed)", "    torch.manual_seed(0)"),
         ("iteration % (args.n_iteration * args.aux_interval) == 0", "True"),
         ("aux_inds[: args.num_aux_minibatches or None]", "aux_inds[:None]"),
-        ("global_step = iteration * batch_size", "global_step = iteration * batch_size + 1"),
+        ("global_step = iteration * steps", "global_step = iteration * steps + 1"),
         ("float(np.mean(x)) for name, x in stats", "float(x[-1]) for name, x in stats"),
         ("nn.utils.clip_grad_norm_(params, max_grad_norm or math.inf)", "nn.utils.clip_grad_norm_(params, math.inf)"),
         ("(self.batch_size * NUM_RANKS, 1)", "(self.batch_size * NUM_RANKS * 2, 1)"),
