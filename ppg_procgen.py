@@ -70,7 +70,7 @@ class Args:
     seed: int = 1  # seeds torch and procgen; on a CPU, same seed and number of threads: same bits
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     run_dir: str = ""  # run folder (default: runs/{env_id}__{exp_name}__{seed}__{time})
-    resume: str = ""  # run folder to continue, with its arguments; a larger total_timesteps extends the run
+    resume: str = ""  # run folder to continue, with its arguments; total_timesteps may grow, but not with anneal_lr
     checkpoint_interval: int = 32  # iterations between checkpoints when e_auxiliary is 0; else each phase ends with one
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
@@ -81,7 +81,7 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team
 
     # evaluation
-    eval_interval: int = 0  # iterations between evaluations on unseen levels, and one at the end; 0: none
+    eval_interval: int = 0  # iterations between evaluations, on unseen levels if there are any; one at the end; 0: none
     eval_episodes: int = 128  # episodes of an evaluation, one in each of as many environments
     capture_video: bool = False  # record four episodes with each evaluation, or at the end if there is none
 
@@ -118,7 +118,7 @@ class Args:
     e_auxiliary: int = 6  # E_aux: epochs of an auxiliary phase over the N_pi * N stored rollouts; 0: no such phase
     aux_learning_rate: float = 5e-4  # Adam's learning rate in the auxiliary phase, annealed likewise
     beta_clone: float = 1.0  # weight of the behavioural cloning term KL[pi_old, pi]
-    num_aux_rollouts: int = 4  # full rollouts of T steps in an auxiliary minibatch
+    num_aux_rollouts: int = 4  # full rollouts of T steps in an auxiliary minibatch, of each rank
     num_aux_minibatches: int = 0  # auxiliary minibatches of an epoch, drawn from the whole buffer; 0: all of them
     num_aux_grad_accum: Annotated[int, tyro.conf.arg(aliases=["--n-aux-grad-accum"])] = 0  # like num_grad_accum
     aux_interval: int = 1  # do only every k-th auxiliary phase (2: less compute, similar results on easy levels)
@@ -243,8 +243,8 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> torc
 
 
 def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, values, policy=True, value=True):
-    """-L_clip - c H (policy), L_value (value) or their sum over a minibatch, and statistics to log. All but agent, args
-    and the two switches are tensors (B, ...) from the rollout: logprobs is log pi_old(a|o), values are the old V(o)."""
+    """-L_clip + beta_pi KL - c S[pi] (policy), L_value (value) or their sum over a minibatch, and statistics to log.
+    All but agent, args, policy, value are tensors (B, ...): logprobs is log pi_old(a|o), values are the old V(o)."""
     new = agent(obs, policy=policy, value=value)
     loss, stats = 0.0, {}
     if policy:
@@ -352,14 +352,15 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     policy_update = make_update(optimizer, partial(joint_loss, value=False), num_chunks)
     aux_update = make_update(aux_optimizer, partial(auxiliary_phase_loss, aux_agent, args), num_aux_chunks)
 
-    # Storage: a rollout, time first; and the buffer B, a row for each environment's rollout
+    # Storage: a rollout, time first; and the paper's buffer B, a row for each environment's rollout
     obs = torch.empty((T, N, *envs.obs_shape), dtype=torch.uint8, device=device)
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     logprobs, values = torch.empty((T, N), device=device), torch.empty((T + 1, N), device=device)
     rewards, dones = torch.empty((T, N)), torch.empty((T + 1, N))  # on the host; dones[t]: 1 where an episode begins
-    num_rows = args.n_iteration * N if args.e_auxiliary > 0 else 0
+    num_phases = num_iterations // (args.n_iteration * args.aux_interval) if args.e_auxiliary > 0 else 0
+    num_rows = args.n_iteration * N if num_phases > 0 else 0
     aux_shape = (num_rows, T, *envs.obs_shape)
-    # auto: the buffer is on the GPU if it fits beside 3 MB per minibatch sample of each phase (CUDA graphs keep memory)
+    # auto: on the GPU if it fits beside 2 GB and 3 MB per minibatch sample of each phase (CUDA graphs keep memory)
     needed = math.prod(aux_shape) + 2e9 + 3e6 * (args.batch_size / args.num_minibatches + args.num_aux_rollouts * T)
     fits = device.type == "cpu" or args.aux_device == "cuda" or needed < torch.cuda.mem_get_info()[0]
     aux_device = device if fits and args.aux_device != "cpu" else torch.device("cpu")
@@ -370,7 +371,6 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     episodes, reward_normalizer = EpisodeStatistics(NUM_RANKS * N), RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
     state = load_checkpoint(Path(args.run_dir) / "checkpoint.pt") if args.resume else None
     start_iteration = state["iteration"] if state else 0
-    num_phases = num_iterations // (args.n_iteration * args.aux_interval) if args.e_auxiliary > 0 else 0
     steps, sizes = NUM_RANKS * args.batch_size, f"{NUM_RANKS} ranks x {N} environments x {T} steps"
     levels = f"{args.env_id} {args.distribution_mode}, {args.num_levels or 'all'} levels"
     say(f"{args.run_dir}: {levels}, seed {args.seed}, {args.arch} on {device}")
@@ -424,13 +424,14 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "advantages": advantages}
         batch = {name: x.flatten(0, 1) for name, x in (batch | {"returns": returns, "values": values[:-1]}).items()}
         separate = [value_update] * args.e_value + [policy_update] * args.e_policy
-        for mb_update in [joint_update] * args.e_policy if args.e_policy == args.e_value else separate:
+        epochs = [joint_update] * args.e_policy if args.e_policy == args.e_value else separate
+        for mb_update in epochs:
             b_inds = torch.randperm(args.batch_size, device=device).view(args.num_minibatches, -1)
             update_stats = [mb_update(**{name: x[mb_inds] for name, x in batch.items()}) for mb_inds in b_inds]
             fetch_stats(update_stats, "losses/", f"policy phase {where}", stats)
 
         # Add all (s_t, V_targ) to B
-        if args.e_auxiliary > 0:
+        if num_phases > 0:
             slot = (iteration - 1) % args.n_iteration * N
             aux_obs[slot : slot + N].copy_(obs.transpose(0, 1))  # (N, T, ...)
             aux_returns[slot : slot + N].copy_(returns.transpose(0, 1))
@@ -466,12 +467,12 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         row |= evaluator(agent, iteration, global_step)
         logger.log(row, [*clock, time.time()])
         finished, in_phase = iteration == num_iterations, args.e_auxiliary > 0 and not phase_ends
-        if finished or phase_ends or args.e_auxiliary == 0 and iteration % args.checkpoint_interval == 0:
+        if finished or phase_ends or (args.e_auxiliary == 0 and iteration % args.checkpoint_interval == 0):
             checkpoint.save(iteration, finished, in_phase)
 
 
 # ---- 5 Environment and statistics ------------------------------------------------------------------------------------
-NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
+NUM_LEVELS = 2**31 - 1  # procgen draws level seeds from 0 to 2**31 - 2
 GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks a mode, procgen ends the process
     "extreme": "chaser dodgeball leaper starpilot".split(),
     "memory": "caveflyer dodgeball heist jumper maze miner".split(),
@@ -488,12 +489,12 @@ class ProcgenVectorEnv:
 
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
-        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # no seed: random
+        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # no rand_seed: random
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
-        games = procgen.ProcgenGym3Env if self.has_gym3 else procgen.ProcgenVecEnv
-        self.games = games(num_envs, env_id, render_mode="rgb_array" if render else None, **options)
+        make = procgen.ProcgenGym3Env if self.has_gym3 else procgen.ProcgenVecEnv
+        self.games = make(num_envs, env_id, render_mode="rgb_array" if render else None, **options)
         self.num_envs, self.close = num_envs, self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
@@ -554,7 +555,8 @@ class RewardNormalizer(nn.Module):
         self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, rewards: torch.Tensor, firsts: torch.Tensor) -> torch.Tensor:
-        """Add a rollout's R_t to the statistics, then normalise its rewards (T, N). firsts (T, N): 1 at a start."""
+        """Add a rollout's R_t to the statistics, then normalise its rewards (T, N); clipped to [-10, 10]. firsts
+        (T, N): 1 where o_t begins an episode."""
         for reward, first in zip(rewards, firsts, strict=True):
             self.returns.mul_(self.gamma).mul_(1 - first).add_(reward)
             self.moments += torch.stack([self.returns**k for k in range(3)]).sum(1)
@@ -665,16 +667,16 @@ def gather(x) -> list:
 
 # ---- 7 Records and checkpoints ---------------------------------------------------------------------------------------
 PHASES = ["rollout", "policy_phase", "aux_phase", "evaluation"]
-COLUMNS = "iteration global_step episodes wall_time".split()
-COLUMNS += [f"charts/{x}" for x in "episodic_return episodic_length mean_return_100 SPS learning_rate".split()]
-COLUMNS += [f"losses/{x}" for x in "value_loss policy_loss entropy old_approx_kl approx_kl approx_kl_k2".split()]
-COLUMNS += [f"losses/{x}" for x in "clipfrac explained_variance grad_norm weight_norm".split()]
-COLUMNS += [f"losses/aux/{x}" for x in "kl_loss aux_value_loss real_value_loss grad_norm weight_norm".split()]
-COLUMNS += [f"time/{x}" for x in PHASES]
-COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
+COLUMNS = """iteration global_step episodes wall_time
+charts/episodic_return charts/episodic_length charts/mean_return_100 charts/SPS charts/learning_rate
+losses/value_loss losses/policy_loss losses/entropy losses/old_approx_kl losses/approx_kl losses/approx_kl_k2
+losses/clipfrac losses/explained_variance losses/grad_norm losses/weight_norm
+losses/aux/kl_loss losses/aux/aux_value_loss losses/aux/real_value_loss losses/aux/grad_norm losses/aux/weight_norm
+time/rollout time/policy_phase time/aux_phase time/evaluation
+eval/train_return eval/train_stderr eval/test_return eval/test_stderr eval/generalization_gap""".split()
 
 
-class UsageError(BaseException):  # like Stopped no Exception, which library code may catch and swallow
+class UsageError(BaseException):  # like Stopped a BaseException: library code may catch and swallow an Exception
     """The request cannot be served: one line, exit code 2."""
 
 
@@ -731,7 +733,7 @@ class Logger:
         self.tensorboard = cleanup.enter_context(SummaryWriter(args.run_dir, purge_step=step + 1))
 
     def log(self, row: dict[str, float], clock: list[float]) -> None:
-        """Record an iteration. row: numbers by column, blank if absent or not finite. clock: ends of its phases."""
+        """Record an iteration. row: numbers by column, blank if absent or not finite. clock: start, ends of phases."""
         if not self.file:
             return
         step, seconds = row["global_step"], dict(zip(PHASES, np.diff(clock), strict=True))
@@ -867,8 +869,8 @@ class Evaluator:
     restricted. Its environments last the whole run, because procgen leaks memory when they are closed."""
 
     def __init__(self, args: Args, make_envs: Callable) -> None:
-        self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed
-        end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
+        self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed  # other random numbers than in training
+        end_level = args.start_level + args.num_levels  # 0: all levels are for training, evaluate on all too
         unseen = {"start_level": end_level, "num_levels": NUM_LEVELS - end_level, "seed": seed}
         if RANK == 0 and args.eval_interval > 0:
             self.envs["test"] = make_envs(args.eval_episodes, **unseen)
@@ -906,7 +908,7 @@ def check_args(args: Args) -> None:
     """UsageError for what cannot run, before any environment is made."""
     require(0 <= RANK < NUM_RANKS and LOCAL_RANK >= 0, "RANK, LOCAL_RANK and WORLD_SIZE must be as torchrun sets them")
     positive = "total_timesteps checkpoint_interval num_envs num_steps learning_rate num_minibatches n_iteration "
-    positive += "aux_learning_rate num_aux_rollouts aux_interval eval_episodes"
+    positive += "aux_learning_rate num_aux_rollouts aux_interval eval_episodes e_policy"
     limits = {"gamma": 1, "gae_lambda": 1, "reward_gamma": 1, "env_threads": 1024, "total_timesteps": 10**15}
     for name, value in vars(args).items():
         if isinstance(value, float | int):
@@ -931,6 +933,7 @@ def check_args(args: Args) -> None:
     require(number <= rows, f"num_aux_minibatches take {number} rollouts, but the buffer has {rows}")
     require(not args.single_optimizer or args.aux_learning_rate == args.learning_rate, "single_optimizer: one rate")
     require(on_gpu or args.aux_device != "cuda", "aux_device: there is no GPU in use")
+    rows *= args.num_iterations >= args.n_iteration * args.aux_interval  # else there is no auxiliary phase
     needed = ((rows + args.num_envs) * args.num_steps * 12288 + args.num_envs * 1e6) / 1e9  # rollouts, environments
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 / LOCAL_WORLD_SIZE
     memory += torch.cuda.get_device_properties(LOCAL_RANK).total_memory / 1e9 if on_gpu else 0

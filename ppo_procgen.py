@@ -69,7 +69,7 @@ class Args:
     seed: int = 1  # seeds torch and procgen; on a CPU, same seed and number of threads: same bits
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     run_dir: str = ""  # run folder (default: runs/{env_id}__{exp_name}__{seed}__{time})
-    resume: str = ""  # run folder to continue, with its arguments; a larger total_timesteps extends the run
+    resume: str = ""  # run folder to continue, with its arguments; total_timesteps may grow, but not with anneal_lr
     checkpoint_interval: int = 32  # iterations between checkpoints
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
@@ -80,7 +80,7 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team
 
     # evaluation
-    eval_interval: int = 0  # iterations between evaluations on unseen levels, and one at the end; 0: none
+    eval_interval: int = 0  # iterations between evaluations, on unseen levels if there are any; one at the end; 0: none
     eval_episodes: int = 128  # episodes of an evaluation, one in each of as many environments
     capture_video: bool = False  # record four episodes with each evaluation, or at the end if there is none
 
@@ -198,19 +198,18 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> torc
 
 
 def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, values):
-    """-L_clip - c H + value loss over a minibatch, and statistics to log. All but agent and args are tensors (B, ...)
-    from the rollout: logprobs is log pi_old(a|o), values are the old V(o)."""
+    """-L_clip - c S[pi] + vf_coef * value loss over a minibatch, and statistics to log. All but agent and args are
+    tensors (B, ...): logprobs is log pi_old(a|o), values are the old V(o)."""
     new = agent(obs)
-    stats = {}
     new_logprobs = new.logits.log_softmax(-1)
     logratio = new_logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1) - logprobs
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef) if args.clip_coef > 0 else ratio
     pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+    stats = {"policy_loss": pg_loss}
     kl_k2 = 0.5 * logratio.square().mean()  # estimate k2 of KL[pi_old, pi], as in the reference code; below: k1, k3
     stats["old_approx_kl"], stats["approx_kl"] = -logratio.mean(), (ratio - 1 - logratio).mean()
     stats["approx_kl_k2"], stats["clipfrac"] = kl_k2, (clipped != ratio).float().mean()
-    stats["policy_loss"] = pg_loss
     stats["entropy"] = -(new_logprobs.exp() * new_logprobs).sum(-1).mean()
     loss = stats["policy_loss"] - args.ent_coef * stats["entropy"]
     errors = (new.values - returns).square()
@@ -261,9 +260,8 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
     if RANK > 0:
         torch.manual_seed(rank_seed)
 
-    # the learning rate is a tensor: a CUDA graph would freeze a Python float
-    group = {"params": agent.parameters(), "lr": torch.tensor(args.learning_rate, device=device)}
-    optimizer = torch.optim.Adam([group], eps=1e-5, fused=True, capturable=device.type == "cuda")
+    lr = torch.tensor(args.learning_rate, device=device)  # a tensor: a CUDA graph would freeze a Python float
+    optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=device.type == "cuda")
     # TensorFlow's Adam: epsilon before the bias correction, so up to 32 times torch's. The learning rate holds the
     # correction, and a step count as after a million steps keeps torch from correcting too
     for param in agent.parameters():
@@ -334,7 +332,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
         returns = advantages + values[:-1]
         clock.append(time.time())
 
-        # Optimize L_clip + c S[pi] and the value loss for E epochs
+        # Optimize L_clip + c S[pi] and the value loss for update_epochs epochs
         batch = {"obs": obs, "actions": actions, "logprobs": logprobs, "advantages": torch.empty_like(advantages)}
         batch = {name: x.flatten(0, 1) for name, x in (batch | {"returns": returns, "values": values[:-1]}).items()}
         for _ in range(args.update_epochs):
@@ -366,7 +364,7 @@ def train(args: Args, about: dict, metrics_file, cleanup: contextlib.ExitStack) 
 
 
 # ---- 5 Environment and statistics ------------------------------------------------------------------------------------
-NUM_LEVELS = 2**31 - 1  # procgen's level seeds are the non-negative int32
+NUM_LEVELS = 2**31 - 1  # procgen draws level seeds from 0 to 2**31 - 2
 GAMES_WITH_MODE = {  # all games have easy and hard; if a game lacks a mode, procgen ends the process
     "extreme": "chaser dodgeball leaper starpilot".split(),
     "memory": "caveflyer dodgeball heist jumper maze miner".split(),
@@ -383,12 +381,12 @@ class ProcgenVectorEnv:
 
     def __init__(self, env_id, num_envs, mode="easy", num_levels=0, start_level=0, seed=0, num_threads=0, render=False):
         options = {"num_levels": num_levels, "start_level": start_level} if mode != "exploration" else {}
-        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # no seed: random
+        options |= {"distribution_mode": mode, "rand_seed": seed, "num_threads": num_threads}  # no rand_seed: random
         self.has_gym3 = sys.version_info < (3, 13)  # procgen and its gym3 have no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # procgen imports gym, which prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
-        games = procgen.ProcgenGym3Env if self.has_gym3 else procgen.ProcgenVecEnv
-        self.games = games(num_envs, env_id, render_mode="rgb_array" if render else None, **options)
+        make = procgen.ProcgenGym3Env if self.has_gym3 else procgen.ProcgenVecEnv
+        self.games = make(num_envs, env_id, render_mode="rgb_array" if render else None, **options)
         self.num_envs, self.close = num_envs, self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
@@ -558,15 +556,15 @@ def gather(x) -> list:
 
 # ---- 7 Records and checkpoints ---------------------------------------------------------------------------------------
 PHASES = ["rollout", "policy_phase", "evaluation"]
-COLUMNS = "iteration global_step episodes wall_time".split()
-COLUMNS += [f"charts/{x}" for x in "episodic_return episodic_length mean_return_100 SPS learning_rate".split()]
-COLUMNS += [f"losses/{x}" for x in "value_loss policy_loss entropy old_approx_kl approx_kl approx_kl_k2".split()]
-COLUMNS += [f"losses/{x}" for x in "clipfrac explained_variance grad_norm weight_norm".split()]
-COLUMNS += [f"time/{x}" for x in PHASES]
-COLUMNS += [f"eval/{x}" for x in "train_return train_stderr test_return test_stderr generalization_gap".split()]
+COLUMNS = """iteration global_step episodes wall_time
+charts/episodic_return charts/episodic_length charts/mean_return_100 charts/SPS charts/learning_rate
+losses/value_loss losses/policy_loss losses/entropy losses/old_approx_kl losses/approx_kl losses/approx_kl_k2
+losses/clipfrac losses/explained_variance losses/grad_norm losses/weight_norm
+time/rollout time/policy_phase time/evaluation
+eval/train_return eval/train_stderr eval/test_return eval/test_stderr eval/generalization_gap""".split()
 
 
-class UsageError(BaseException):  # like Stopped no Exception, which library code may catch and swallow
+class UsageError(BaseException):  # like Stopped a BaseException: library code may catch and swallow an Exception
     """The request cannot be served: one line, exit code 2."""
 
 
@@ -623,7 +621,7 @@ class Logger:
         self.tensorboard = cleanup.enter_context(SummaryWriter(args.run_dir, purge_step=step + 1))
 
     def log(self, row: dict[str, float], clock: list[float]) -> None:
-        """Record an iteration. row: numbers by column, blank if absent or not finite. clock: ends of its phases."""
+        """Record an iteration. row: numbers by column, blank if absent or not finite. clock: start, ends of phases."""
         if not self.file:
             return
         step, seconds = row["global_step"], dict(zip(PHASES, np.diff(clock), strict=True))
@@ -758,8 +756,8 @@ class Evaluator:
     restricted. Its environments last the whole run, because procgen leaks memory when they are closed."""
 
     def __init__(self, args: Args, make_envs: Callable) -> None:
-        self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed
-        end_level = args.start_level + args.num_levels if args.num_levels > 0 else 0
+        self.args, self.envs, seed = args, {}, NUM_LEVELS - args.seed  # other random numbers than in training
+        end_level = args.start_level + args.num_levels  # 0: all levels are for training, evaluate on all too
         unseen = {"start_level": end_level, "num_levels": NUM_LEVELS - end_level, "seed": seed}
         if RANK == 0 and args.eval_interval > 0:
             self.envs["test"] = make_envs(args.eval_episodes, **unseen)
@@ -796,7 +794,8 @@ LAUNCHER = LAUNCHER[: LAUNCHER.index(sys.argv[0])] if sys.argv[0] in LAUNCHER el
 def check_args(args: Args) -> None:
     """UsageError for what cannot run, before any environment is made."""
     require(0 <= RANK < NUM_RANKS and LOCAL_RANK >= 0, "RANK, LOCAL_RANK and WORLD_SIZE must be as torchrun sets them")
-    positive = "total_timesteps checkpoint_interval num_envs num_steps learning_rate num_minibatches eval_episodes"
+    positive = "total_timesteps checkpoint_interval num_envs num_steps learning_rate num_minibatches update_epochs "
+    positive += "eval_episodes"
     limits = {"gamma": 1, "gae_lambda": 1, "reward_gamma": 1, "env_threads": 1024, "total_timesteps": 10**15}
     for name, value in vars(args).items():
         if isinstance(value, float | int):

@@ -388,20 +388,26 @@ def binned(curves: pd.DataFrame, x: str, limit: float, bins: int = NUM_BINS) -> 
     return table.set_axis(table.index * limit / bins)
 
 
-def curve_caption(bin_width: str, curves: pd.DataFrame) -> str:
+def curve_caption(bin_width: str, curves: pd.DataFrame, ended: str = "") -> str:
     caption = (
         f"Mean return of the last 100 episodes, averaged in each run over bins of {bin_width}; bins without data are "
         "interpolated. Line: mean over seeds; band: ± one sample standard deviation. A curve is drawn while more than "
-        "half of its seeds last; a cross marks where the first of them ends."
+        f"half of its seeds last; a cross marks where the first of them ends{ended}."
     )
     if "test" in set(curves.split):
         caption += " Dots: unseen levels."
-    return caption + (" Grey: published curves." if curves.own.any() and not curves.own.all() else "")
+    if not curves.own.all():
+        caption += " Grey: published curves." if curves.own.any() else ""
+        caption += " Published points are means over many updates, drawn at the middle of these."
+    return caption
 
 
 @matplotlib.rc_context(STYLE)
 def draw_curves(curves: pd.DataFrame, x: str, limit: float) -> Figure:
     """One panel a game: mean over seeds and a band of one standard deviation, for x from 0 to limit."""
+    window = curves.groupby(CURVE).global_step.diff().fillna(curves.global_step)
+    middle = curves.global_step - window / 2  # a published row is a mean over the steps since the row before it
+    curves = curves.assign(global_step=curves.global_step.where(curves.own, middle))
     curves = curves[curves[x] <= limit]
     games, groups = sorted(set(curves.env_id)), ordered_groups(curves)
     titles, styles = group_titles(groups), line_styles(groups)
@@ -421,6 +427,8 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float) -> Figure:
             table, style = binned(panels[(game, *group)], x, limit), styles[group]
             table = table.set_axis(table.index / scale)
             num_runs = table.count(axis=1)
+            if x == "wall_time":  # a run that has ended keeps its last value, else the mean jumps when a fast seed ends
+                table = table.ffill()
             table = table[num_runs > table.shape[1] / 2]
             if table.empty:
                 continue
@@ -574,7 +582,8 @@ def report_curves(args: Args, slug: str, runs: pd.DataFrame, curves: pd.DataFram
     text = ["### Sample efficiency", picture(fig, args.out / f"{slug}_steps", caption)]
     if seconds > 0:
         fig = draw_curves(own, "wall_time", seconds)
-        caption = f"{curve_caption(time_text(seconds / NUM_BINS), own)} On {', '.join(runs.hardware.unique())}."
+        caption = curve_caption(time_text(seconds / NUM_BINS), own, "; its last value counts on")
+        caption += f" On {', '.join(runs.hardware.unique())}."
         text += ["### Wall-clock time", picture(fig, args.out / f"{slug}_hours", caption)]
         whole = runs[runs.run.isin(at_step)] if at_step else runs
         seconds = 3600 * whole.groupby("name").hours.median().min()

@@ -127,7 +127,7 @@ MUTANTS = {
         ("playing &= ~(terminated | truncated)", "playing = ~(terminated | truncated)"),
         ('envs.load_state_dict(self.starts[split])', "pass"),
         ("logits.argmax(-1) if greedy", "logits.argmin(-1) if greedy"),
-        ("end_level = args.start_level + args.num_levels if", "end_level = args.start_level if"),
+        ("end_level = args.start_level + args.num_levels  #", "end_level = args.start_level  #"),
         ("generator = torch.Generator(device).manual_seed(seed)", "generator = None"),
         ("returns.std(ddof=1) / math.sqrt(returns.size)", "-returns.std(ddof=1)"),
     ],

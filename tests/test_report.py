@@ -338,7 +338,8 @@ def test_figure2_from_the_published_curves_alone(tmp_path, tool):
     assert [text.get_text()[:3] for text in legend.get_texts()] == ["PPG", "PPO"]
 
     starpilot = curves[(curves.env_id == "starpilot") & curves.name.str.startswith("PPG")]
-    in_bin = starpilot[(starpilot.global_step > 49e6) & (starpilot.global_step <= 50e6)]
+    middle = starpilot.global_step - 524288 / 2  # of the steps whose mean a row is
+    in_bin = starpilot[(middle > 49e6) & (middle <= 50e6)]
     line = fig.axes[-1].lines[1]  # ours and the first of the legend are drawn last, on top
     assert line.get_xdata()[49] == 50
     assert line.get_ydata()[49] == pytest.approx(in_bin.groupby("run").episodic_return.mean().mean())
@@ -395,6 +396,26 @@ def test_the_legend_covers_no_panel():
     legend = fig.legends[0].get_window_extent()
     assert not any(legend.overlaps(ax.get_tightbbox()) for ax in fig.axes)
     assert legend.x0 >= 0 and legend.x1 <= fig.bbox.width
+
+
+def test_published_means_are_drawn_at_the_middle_of_their_steps():
+    steps = np.arange(10, 110, 10)
+    published = curve(steps - 5.0, steps, own=False, name="b", split="train")  # what grows by 1 a step
+    ours = curve(np.arange(1.0, 101), np.arange(1, 101))
+    [ax] = report.draw_curves(pd.concat([ours, published]), "global_step", 100).axes
+    for line in ax.lines:
+        assert line.get_ydata() == pytest.approx(line.get_xdata() * 1e3)
+
+
+def test_over_time_a_run_that_has_ended_counts_on():
+    runs = [
+        curve(np.full(n, value), np.arange(1, n + 1), run=str(value)) for value, n in ((9.0, 50), (3.0, 90), (3.0, 91))
+    ]
+    runs[2]["run"] = "third"
+    [ax] = report.draw_curves(pd.concat(runs), "wall_time", 100).axes
+    line = ax.lines[0]
+    assert line.get_ydata() == pytest.approx(5)  # not 3 after the first has ended
+    assert line.get_xdata()[-1] * 60 == pytest.approx(90)
 
 
 def test_seeds_of_different_lengths_and_sparse_evaluations():

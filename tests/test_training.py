@@ -344,7 +344,7 @@ BAD = {
     "--gamma 1.5": "gamma",
     "--num-envs 0": "num_envs must be positive",
     "--learning-rate nan": "learning_rate",
-    "--e-policy -1": "e_policy",
+    "--e-policy 0": "e_policy must be positive",
     "--seed 9999999999": "seed",
     "--start-level 2147483647 --num-levels 1": "levels",
     "--start-level 5": "start_level",
@@ -354,7 +354,7 @@ BAD = {
     "--resume=": "resume",
     "--num-envs 1000000": "less than an iteration",
     "--num-envs 1000000 --total-timesteps 1000000000000": "GB of memory",
-    "--n-iteration 1000000000": "GB of memory",
+    "--n-iteration 100000000 --total-timesteps 10000000000000": "GB of memory",
     "--env-threads 100000": "env_threads",
     "--num-envs 3000000000": "num_envs",
     "--num-envs 2000000000 --num-steps 1 --total-timesteps 2000000000": "GB of memory",
@@ -377,6 +377,19 @@ def test_ranks_share_the_memory_of_their_machine(script, monkeypatch):
     monkeypatch.setattr(script, "LOCAL_WORLD_SIZE", 1000)
     with pytest.raises(script.UsageError, match="of memory a rank"):
         script.Args(cuda=False)
+
+
+def test_a_run_without_an_auxiliary_phase_needs_no_memory_for_a_buffer(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda _: 80_000)  # 6.4 GB of memory
+    phase = 32 * 64 * 256
+    ppg_procgen.Args(cuda=False, total_timesteps=phase - 64 * 256)
+    with pytest.raises(UsageError, match="need 7 GB of 6 GB"):
+        ppg_procgen.Args(cuda=False, total_timesteps=phase)
+
+
+def test_ppo_needs_an_epoch():
+    with pytest.raises(ppo_procgen.UsageError, match="update_epochs must be positive"):
+        ppo_procgen.Args(update_epochs=0)
 
 
 @pytest.mark.parametrize("flags", ["--resume=", "--num-envs 1000000", "--exp-name ../../x"])
