@@ -3,7 +3,7 @@
     python benchmark/sweep.py --env-ids starpilot bossfight --command "python ppg_procgen.py" --num-seeds 3
 
 The same call again skips finished runs and continues interrupted ones from their checkpoint (--resume). Exit codes:
-    0      every run is finished
+    0      every run is finished (--slurm: submitted)
     1      runs failed, after their retries; they are listed, with reason and log
     2      bad arguments, or another sweep is at work in the folder; nothing was started
     128+n  signal n (Ctrl-C, SIGTERM, ...) stopped the sweep and its runs

@@ -5,7 +5,7 @@
 # environment can run it:
 #   bash benchmark/throughput.sh --baseline path/to/cleanrl/cleanrl/ppg_procgen.py
 cd "$(dirname "$0")/.." || exit
-exec python3 benchmark/throughput.py --repeats 1 --n-iteration 4 --out report/throughput.json "$@" --variants \
+exec python3 benchmark/throughput.py --repeats 1 --n-iteration 4 "$@" --variants \
     dual detach ppo shared \
     "ppg_procgen.py --no-cuda-graphs" \
     "ppg_procgen.py --no-compile" \
