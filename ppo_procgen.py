@@ -17,9 +17,8 @@
 Sections 1 to 4 are the algorithm (arguments, networks, losses, training loop). Look things up in 5 to 9.
 Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions. The baseline of ppg_procgen.py, and the
 same file where the two agree.
-Departures from openai/train-procgen: max-pooling pads on all sides, as PPG's, TensorFlow's only below and on the right;
-TF32, where hardware has it (not with --no-tf32); with several ranks, rewards and advantages are normalised over all of
-them, not in each.
+Departures from openai/train-procgen: TF32, where hardware has it (not with --no-tf32); with several ranks, rewards and
+advantages are normalised over all of them, not in each.
 """
 
 import argparse
@@ -142,7 +141,7 @@ class ConvSequence(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         # max-pooling commutes with adding a bias (to the bit in float32); a compiled backward need not keep conv + bias
-        x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
+        x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, ceil_mode=True)  # TensorFlow's padding
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
 
