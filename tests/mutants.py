@@ -150,6 +150,7 @@ PPO_MUTANTS = {
         ("normalized[t] = (reward /", "normalized[t] = (rewards[0] /"),
         ("    self.moments += torch", "    self.moments = torch"),
         (".clamp(-10, 10)", ".clamp(-100, 100)"),
+        ("3, stride=2, ceil_mode=True)", "3, stride=2, padding=1)"),
     ],
     "training": [
         ("1, correction=0, keepdim=True)", "1, correction=1, keepdim=True)"),

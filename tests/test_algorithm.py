@@ -252,9 +252,23 @@ def test_ppo_initialization():
             assert x.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
 
 
-def test_the_network_is_the_published_one():
+def pad_around(x):
+    return torch.nn.functional.pad(x, (1, 1, 1, 1), value=-math.inf)
+
+
+def pad_as_tensorflow(
+    x,
+):  # "same" of an even size, windows of 3 and strides of 2: one row below, one column on the right
+    return torch.nn.functional.pad(x, (0, 1, 0, 1), value=-math.inf)
+
+
+@pytest.mark.parametrize(
+    "agent, encoder, pad",
+    [(Agent("detach"), "policy_encoder", pad_around), (ppo_procgen.Agent(), "encoder", pad_as_tensorflow)],
+    ids=["ppg", "ppo"],
+)
+def test_the_network_is_the_published_one(agent, encoder, pad):
     obs = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8)
-    agent = Agent("detach")
     weights = dict(agent.named_parameters())
 
     def conv(x, name):
@@ -262,12 +276,12 @@ def test_the_network_is_the_published_one():
 
     x = obs.movedim(3, 1).float() / 255
     for i in range(3):
-        prefix = f"policy_encoder.stacks.{i}"
-        x = torch.max_pool2d(conv(x, f"{prefix}.conv"), 3, 2, 1)
+        prefix = f"{encoder}.stacks.{i}"
+        x = torch.max_pool2d(pad(conv(x, f"{prefix}.conv")), 3, 2)
         for j in range(2):
             y = conv(x.relu(), f"{prefix}.blocks.{j}.conv0")
             x = x + conv(y.relu(), f"{prefix}.blocks.{j}.conv1")
-    features = x.relu().flatten(1) @ weights["policy_encoder.dense.weight"].T + weights["policy_encoder.dense.bias"]
+    features = x.relu().flatten(1) @ weights[f"{encoder}.dense.weight"].T + weights[f"{encoder}.dense.bias"]
     logits = features.relu() @ weights["policy_head.weight"].T + weights["policy_head.bias"]
     torch.testing.assert_close(agent(obs).logits, logits, atol=1e-5, rtol=1e-4)
 
