@@ -1,0 +1,108 @@
+"""Our functions against the numbers of openai/phasic-policy-gradient and openai/baselines (published_code.py)."""
+
+import json
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import ppg_procgen
+import ppo_procgen
+from tests.published_code import GAE_LAMBDA, GAMMA, RESULTS, VARIANTS, N, T, inputs, weights
+
+PUBLISHED = json.loads(RESULTS.read_text())
+close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+# after the last step: where a gradient is almost zero, Adam makes a difference in rounding as large as a step
+near = partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
+
+
+@pytest.fixture
+def data():
+    return {name: torch.from_numpy(x) for name, x in inputs().items()}
+
+
+def with_weights(agent):
+    parameters = list(agent.parameters())
+    for parameter, x in zip(parameters, weights([x.shape for x in parameters]), strict=True):
+        parameter.data.copy_(torch.from_numpy(x))
+    return agent.to(memory_format=torch.channels_last)
+
+
+def advantages_and_returns(script, data):
+    rewards = script.RewardNormalizer(N, 0.99)(data["rewards"], data["firsts"][:-1].float())
+    advantages = script.compute_gae(rewards, data["values"], data["firsts"].float(), GAMMA, GAE_LAMBDA)
+    return advantages, advantages + data["values"][:-1]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ppg(name, data):
+    """Advantages, two updates of the policy phase, two of the auxiliary phase."""
+    published, (arch, kl_coef, clip_coef) = PUBLISHED[name], VARIANTS[name]
+    advantages, returns = advantages_and_returns(ppg_procgen, data)
+    advantages = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+    np.testing.assert_allclose(returns, published["returns"], rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(advantages, published["advantages"], rtol=1e-5, atol=1e-6)
+
+    agent, obs = with_weights(ppg_procgen.Agent(arch)), data["obs"].transpose(0, 1).flatten(0, 1)
+    with torch.no_grad():
+        old_logprobs = agent(obs).logits.log_softmax(-1)
+    args = SimpleNamespace(clip_coef=clip_coef, kl_coef=kl_coef, ent_coef=0.01, vf_coef=0.5, clip_vloss=False)
+    args.beta_clone = 1.0
+    batch = {x: data[x] for x in ("obs", "actions", "logprobs")} | {"advantages": advantages, "returns": returns}
+    batch = {x: y.transpose(0, 1) for x, y in (batch | {"values": data["values"][:-1]}).items()}  # (N, T, ...)
+    optimizer = torch.optim.Adam(agent.parameters(), 5e-4, eps=1e-8, fused=True)
+    loss = partial(ppg_procgen.policy_phase_loss, agent, args)
+    for expected, rows in zip(published["updates"], torch.arange(N).split(N // 2), strict=True):
+        stats = ppg_procgen.update(optimizer, loss, 1, 0.0, **{x: y[rows].flatten(0, 1) for x, y in batch.items()})
+        close(stats["policy_loss"], expected["pg"] + expected["pi_kl"])
+        close(stats["entropy"], expected["entropy"])
+        close(stats["value_loss"], expected["vf"])
+        close(stats["approx_kl_k2"], expected["approxkl"])
+        if clip_coef > 0:
+            assert stats["clipfrac"] == expected["clipfrac"]
+
+    optimizer = torch.optim.Adam(agent.parameters(), 5e-4, eps=1e-8, fused=True)
+    loss = partial(ppg_procgen.auxiliary_phase_loss, agent, args)
+    mb = {"obs": obs, "old_logprobs": old_logprobs, "returns": batch["returns"].flatten()}
+    for expected in published["aux_updates"]:
+        stats = ppg_procgen.update(optimizer, loss, 1, 0.0, **mb)
+        close(stats["kl_loss"], expected["pol_distance"])
+        close(stats["aux_value_loss"], expected["vf_aux"])
+        close(stats["real_value_loss"], expected["vf_true"])
+    outputs = agent(obs[::T], aux=True)
+    near(outputs.logits.log_softmax(-1).detach(), published["logits"])
+    near(outputs.values.detach(), published["values"])
+    near(outputs.aux_values.detach(), published["aux_values"])
+
+
+def test_ppo(data):
+    """Returns and three updates. Samples are ordered by environment, as in baselines."""
+    published = PUBLISHED["ppo"]
+    _, returns = advantages_and_returns(ppo_procgen, data)
+    np.testing.assert_allclose(returns, published["returns"], rtol=1e-6, atol=1e-6)
+
+    agent, args = with_weights(ppo_procgen.Agent()), ppo_procgen.Args(cuda=False)
+    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=1e-5, fused=True)
+    for parameter in agent.parameters():  # as in train
+        moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+        optimizer.state[parameter] = {"step": torch.tensor(1e6)} | moments
+    batch = {x: data[x] for x in ("obs", "actions", "logprobs")} | {"returns": returns, "values": data["values"][:-1]}
+    batch = {x: y.transpose(0, 1).flatten(0, 1) for x, y in batch.items()}
+    loss = partial(ppo_procgen.policy_phase_loss, agent, args)
+    for k, expected in enumerate(published["updates"]):
+        mb = {x: y[k * N * T // 4 : (k + 1) * N * T // 4] for x, y in batch.items()}
+        advantages = mb["returns"] - mb["values"]
+        mb["advantages"] = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
+        correction = math.sqrt(1 - 0.999 ** (k + 1)) / (1 - 0.9 ** (k + 1))
+        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * correction)
+        stats = ppo_procgen.update(optimizer, loss, 1, args.max_grad_norm, **mb)
+        names = {"policy_entropy": "entropy", "approxkl": "approx_kl_k2"}
+        for name, value in expected.items():
+            close(stats[names.get(name, name)], value, err_msg=name)
+    with torch.no_grad():
+        logits, values = agent(data["obs"][0])
+    near(logits.log_softmax(-1), torch.tensor(published["logits"]).log_softmax(-1))
+    near(values, published["values"])
