@@ -1,3 +1,5 @@
+"""What tests share: small runs in this process, real ones in processes of their own, reading what they leave."""
+
 import contextlib
 import csv
 import functools
@@ -38,6 +40,13 @@ def seed():
 def snapshot(folder: Path) -> dict[str, bytes | bool]:
     """Every file's content, and False for a folder."""
     return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
+
+
+def level_seeds(envs) -> list[int]:
+    """The level that each environment of a ProcgenVectorEnv plays."""
+    if envs.has_gym3:
+        return [info["level_seed"] for info in envs.games.get_info()]
+    return envs.reset()[1]["level_seed"].tolist()
 
 
 # ---- runs in this process

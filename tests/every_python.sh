@@ -16,7 +16,7 @@ check() { # with the interpreter $1, in the folder $2
   python ppg_procgen.py $tiny --aux-dtype float32 --total-timesteps 256 --run-dir "$2/run" &&
     python ppg_procgen.py --resume "$2/run" --total-timesteps 384 &&
     python ppo_procgen.py --num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 128 --run-dir "$2/ppo" &&
-    pytest -q tests/test_algorithm.py tests/test_resume.py || return
+    pytest -q tests/test_algorithm.py tests/test_resume.py tests/test_evaluation.py || return
   cut -d, -f10 "$2/run/metrics.csv" | head -5 | tr '\n' ' ' # the value losses, to compare Pythons
 }
 

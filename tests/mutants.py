@@ -23,6 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # the file that should notice: (text of the script, the fault in its place). A text must occur once.
 MUTANTS = {
+    "published_code": [
+        ("return x + self.conv1(F.relu(self.conv0(F.relu(x))))", "return x + self.conv1(F.relu(self.conv0(x)))"),
+        (".permute(0, 3, 1, 2) / 255.0", ".permute(0, 3, 2, 1) / 255.0"),
+        ("self.conv.bias.to(x.dtype)", "0 * self.conv.bias.to(x.dtype)"),
+    ],
     "algorithm": [
         ("gamma * values[1:] * nonterminal - values[:-1]", "gamma * values[1:] - values[:-1]"),
         ("gamma * values[1:] * nonterminal - values[:-1]", "gamma * values[1:] * nonterminal + values[:-1]"),
@@ -60,8 +65,6 @@ MUTANTS = {
         ("self.num_episodes += len(returns)", "self.num_episodes += min(len(returns), 1)"),
         ("layer.weight *= scale / norms", "layer.weight *= scale"),
         ("nn.Linear(32 * 8 * 8, 256), 1.4)", "nn.Linear(32 * 8 * 8, 256), 1.0)"),
-        ("return x + self.conv1(F.relu(self.conv0(F.relu(x))))", "return x + self.conv1(F.relu(self.conv0(x)))"),
-        (".permute(0, 3, 1, 2) / 255.0", ".permute(0, 3, 2, 1) / 255.0"),
     ],
     "training": [
         ("values[T] = policy_agent(", "values[T] = 0 * policy_agent("),
@@ -140,6 +143,9 @@ MUTANTS = {
 }  # fmt: skip
 
 PPO_MUTANTS = {
+    "published_code": [
+        ("3, stride=2, ceil_mode=True)", "3, stride=2, padding=1)"),
+    ],
     "algorithm": [
         ('stats["value_loss"] = 0.5 * errors.mean()', 'stats["value_loss"] = errors.mean()'),
         ('loss + args.vf_coef * stats["value_loss"]', 'loss + stats["value_loss"]'),
@@ -150,7 +156,6 @@ PPO_MUTANTS = {
         ("normalized[t] = (reward /", "normalized[t] = (rewards[0] /"),
         ("    self.moments += torch", "    self.moments = torch"),
         (".clamp(-10, 10)", ".clamp(-100, 100)"),
-        ("3, stride=2, ceil_mode=True)", "3, stride=2, padding=1)"),
     ],
     "training": [
         ("1, correction=0, keepdim=True)", "1, correction=1, keepdim=True)"),

@@ -2,7 +2,7 @@
 
     git clone https://github.com/openai/phasic-policy-gradient ppg && git -C ppg checkout 7295473
     git clone https://github.com/openai/baselines && git -C baselines checkout 9ee399f
-    pip install "tensorflow-cpu==2.15.1" "numpy<2" gym==0.26.2 gym3 torch tyro tensorboard scipy joblib cloudpickle tqdm
+    pip install tensorflow-cpu==2.15.1 "numpy<2" gym==0.26.2 procgen-mirror torch tyro scipy joblib cloudpickle tqdm
     python tests/published_code.py ppg baselines
 
 in an environment of its own with Python 3.11. TensorFlow 2.15 stands in for 1.15, and one process for MPI.
@@ -17,27 +17,28 @@ from pathlib import Path
 import numpy as np
 
 T, N, GAMMA, GAE_LAMBDA = 16, 8, 0.999, 0.95
+LEARNING_RATE = 5e-5  # a tenth of theirs: these weights are no trained network's, and larger steps would overshoot
 RESULTS = Path(__file__).with_name("published_code.json")
 
 
 def weights(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
     """Parameters of our shapes, float32: large enough for values and probabilities to differ between observations."""
-    rng = np.random.default_rng(0)
+    rng = np.random.RandomState(0)  # NumPy keeps its numbers for ever
     scales = [0.8 / math.prod(x[1:]) ** 0.5 if len(x) > 1 else 0.02 for x in shapes]
     return [(scale * rng.normal(size=x)).astype(np.float32) for scale, x in zip(scales, shapes, strict=True)]
 
 
 def inputs() -> dict[str, np.ndarray]:
     """A rollout, time first; firsts and values have a row more, firsts[t] is 1 where an episode begins."""
-    rng = np.random.default_rng(1)
-    blocks = rng.integers(0, 256, (T, N, 8, 8, 3))
-    noise = rng.integers(0, 64, (T, N, 64, 64, 3))
+    rng = np.random.RandomState(1)
+    blocks = rng.randint(0, 256, (T, N, 8, 8, 3))
+    noise = rng.randint(0, 64, (T, N, 64, 64, 3))
     data = {"obs": (blocks.repeat(8, 2).repeat(8, 3) // 4 * 3 + noise).astype(np.uint8)}
-    data["actions"] = rng.integers(0, 15, (T, N))
+    data["actions"] = rng.randint(0, 15, (T, N))
     data["logprobs"] = (np.log(1 / 15) + 0.2 * rng.normal(size=(T, N))).astype(np.float32)
     data["values"] = rng.normal(size=(T + 1, N)).astype(np.float32)
-    data["rewards"] = (rng.integers(-1, 3, (T, N)) * 5 * (rng.random((T, N)) < 0.3)).astype(np.float32)
-    data["firsts"] = rng.random((T + 1, N)) < 0.1
+    data["rewards"] = (rng.randint(-1, 3, (T, N)) * 5 * (rng.random_sample((T, N)) < 0.3)).astype(np.float32)
+    data["firsts"] = rng.random_sample((T + 1, N)) < 0.1
     data["firsts"][0] = True
     return data
 
@@ -89,7 +90,7 @@ def run_ppg(folder: str, arch: str, shapes: dict[str, tuple[int, ...]], kl_penal
     ppo.compute_advantage(model, seg, GAMMA, GAE_LAMBDA)
     ppg.compute_presleep_outputs(model=model, segs=[seg], mbsize=N)
     numbers = {"advantages": seg["adv"].T, "returns": seg["vtarg"].T, "updates": [], "aux_updates": []}
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     hyperparameters = {"clip_param": clip_param, "vfcoef": 0.5, "entcoef": 0.01, "kl_penalty": kl_penalty}
     for rows in torch.arange(N).split(N // 2):  # minibatches of whole rollouts
         arrays = {x: seg[x][rows] for x in ppo.INPUT_KEYS - {"state_in"}} | {"state_in": model.initial_state(len(rows))}
@@ -98,7 +99,7 @@ def run_ppg(folder: str, arch: str, shapes: dict[str, tuple[int, ...]], kl_penal
         (losses["pi"] + losses["vf"]).backward()
         optimizer.step()
         numbers["updates"].append(stats | losses)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     for _ in range(2):
         ppg.aux_train(model=model, segs=[seg], opt=optimizer, mbsize=N, name2coef={"pol_distance": 1.0})
         numbers["aux_updates"].append({x: logged[f"unscaled/{x}"] for x in ("pol_distance", "vf_aux", "vf_true")})
@@ -170,7 +171,7 @@ def run_ppo(folder: str, shapes: dict[str, tuple[int, ...]]) -> dict:
         variable.load(x, sess)
     for rows in np.arange(N * T).reshape(4, -1)[:3]:
         batch = (x[rows] for x in (obs, returns, masks, actions, values, neglogpacs))
-        stats = model.train(5e-4, 0.2, *batch)
+        stats = model.train(LEARNING_RATE, 0.2, *batch)
         numbers["updates"].append(dict(zip(model.loss_names, stats, strict=True)))
     outputs = [model.act_model.pd.logits, model.act_model.vf]
     numbers["logits"], numbers["values"] = sess.run(outputs, {model.act_model.X: data["obs"][0]})

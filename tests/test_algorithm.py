@@ -252,40 +252,6 @@ def test_ppo_initialization():
             assert x.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.15)
 
 
-def pad_around(x):
-    return torch.nn.functional.pad(x, (1, 1, 1, 1), value=-math.inf)
-
-
-def pad_as_tensorflow(
-    x,
-):  # "same" of an even size, windows of 3 and strides of 2: one row below, one column on the right
-    return torch.nn.functional.pad(x, (0, 1, 0, 1), value=-math.inf)
-
-
-@pytest.mark.parametrize(
-    "agent, encoder, pad",
-    [(Agent("detach"), "policy_encoder", pad_around), (ppo_procgen.Agent(), "encoder", pad_as_tensorflow)],
-    ids=["ppg", "ppo"],
-)
-def test_the_network_is_the_published_one(agent, encoder, pad):
-    obs = torch.randint(0, 256, (2, 64, 64, 3), dtype=torch.uint8)
-    weights = dict(agent.named_parameters())
-
-    def conv(x, name):
-        return torch.conv2d(x, weights[f"{name}.weight"], weights[f"{name}.bias"], padding=1)
-
-    x = obs.movedim(3, 1).float() / 255
-    for i in range(3):
-        prefix = f"{encoder}.stacks.{i}"
-        x = torch.max_pool2d(pad(conv(x, f"{prefix}.conv")), 3, 2)
-        for j in range(2):
-            y = conv(x.relu(), f"{prefix}.blocks.{j}.conv0")
-            x = x + conv(y.relu(), f"{prefix}.blocks.{j}.conv1")
-    features = x.relu().flatten(1) @ weights[f"{encoder}.dense.weight"].T + weights[f"{encoder}.dense.bias"]
-    logits = features.relu() @ weights["policy_head.weight"].T + weights["policy_head.bias"]
-    torch.testing.assert_close(agent(obs).logits, logits, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("arch", ["dual", "detach", "shared"])
 def test_which_loss_trains_which_parameters(arch):
     agent = Agent(arch)

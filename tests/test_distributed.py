@@ -2,12 +2,12 @@
 lost ranks, torchrun, and the SLURM job of such a run."""
 
 import contextlib
+import itertools
 import json
 import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,11 +30,11 @@ FLAGS = TINY_PPG | {"total_timesteps": 4 * 2 * 4 * 16}  # 4 iterations of 2 rank
 @pytest.fixture(scope="session")
 def ranks(start):
     """ranks(script, options, *flags) gives the results of two ranks: what torchrun starts, without torchrun."""
+    # below the ports that the system gives out, a range for each process of pytest-xdist
+    ports = itertools.count(20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
 
     def ranks(script, options: dict, *flags, number: int = 2) -> list[subprocess.CompletedProcess]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports))}
         processes = []
         for rank in map(str, range(number)):
             environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(number)}
@@ -189,7 +189,7 @@ def test_a_lost_rank_ends_a_torchrun_and_its_last_line_resumes_to_the_bits_of_on
     words = shlex.split(line)
     assert words[-2:] == ["--resume", str(run_dir)] and words[-3] == str(WORKER)
     assert words[1:-3] == launcher[1:]
-    line = shlex.join([*words[:-3], str(ROOT / "tests" / "worker.py"), "ppg_procgen", "{}", *words[-2:]])
+    line = shlex.join([*words[:-2], "ppg_procgen", "{}", *words[-2:]])
     result = launch("bash", "-c", line, PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert result.returncode == 0, result.stderr
     assert "iterations 3 to 4" in result.stdout

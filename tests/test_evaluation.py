@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import make_args, read_rows, train
+from conftest import level_seeds, make_args, read_rows, train
 from torch import nn
 
 import ppg_procgen
@@ -32,18 +32,15 @@ class WatchedEnv(ProcgenVectorEnv):
 
     def __init__(self, *args, render=False, **options):
         super().__init__(*args, render=render, **options)
-        self.is_video, self.sessions = render, [[self.level_seeds()]]
-
-    def level_seeds(self):
-        return [info["level_seed"] for info in self.games.get_info()]
+        self.is_video, self.sessions = render, [[level_seeds(self)]]
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
-        self.sessions.append([self.level_seeds()])
+        self.sessions.append([level_seeds(self)])
 
     def step(self, actions):
         obs, rewards, terminated, truncated, info = super().step(actions)
-        self.sessions[-1].append(self.level_seeds())
+        self.sessions[-1].append(level_seeds(self))
         if self.is_video:
             terminated = np.array([len(self.sessions[-1]) > steps for steps in VIDEO_STEPS])
         return obs, rewards, terminated, truncated, info
@@ -154,6 +151,12 @@ def test_without_training_levels_all_levels_are_the_test(run):
     assert row["eval/test_return"] != "" and row["eval/train_return"] == "" and row["eval/generalization_gap"] == ""
 
 
+def test_evaluations_come_at_their_interval_and_at_the_end(run, script, monkeypatch):
+    monkeypatch.setattr(script, "evaluate", lambda *_: np.array([1.0, 2]))
+    rows = read_rows(run(script, total_timesteps=4 * 64, eval_interval=3))
+    assert [row["eval/test_return"] != "" for row in rows] == [False, False, True, True]
+
+
 def test_an_evaluation_logs_mean_and_standard_error(run, monkeypatch, script):
     monkeypatch.setattr(script, "evaluate", lambda *_: np.array([1.0, 2, 6]))
     row = read_rows(run(script, total_timesteps=64, eval_interval=1))[0]
@@ -183,7 +186,7 @@ def test_evaluation_and_video_do_not_touch_training(evaluated, run):
     assert not list(plain.glob("*.mp4")) and read_rows(plain)[0]["eval/test_return"] == ""
 
 
-def test_nor_does_it_in_ppo(run):
+def test_evaluation_does_not_touch_training_in_ppo(run):
     plain, with_evaluation = run(ppo_procgen, **GAME), run(ppo_procgen, **GAME, **EVALUATION)
     assert identical(with_evaluation, plain)
     assert read_rows(with_evaluation)[0]["eval/test_return"] != ""
@@ -227,7 +230,6 @@ def resident_megabytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_does_not_grow_over_fifty_evaluations(run, monkeypatch):
     megabytes = []
 
@@ -249,7 +251,6 @@ def test_memory_does_not_grow_over_fifty_evaluations(run, monkeypatch):
 @pytest.fixture
 def tool():
     """benchmark/evaluate.py as a module."""
-    pytest.importorskip("rliable", reason='needs pip install -e ".[benchmark]"')
     return importlib.import_module("benchmark.evaluate")
 
 

@@ -3,20 +3,19 @@
 import json
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from published_code import GAE_LAMBDA, GAMMA, LEARNING_RATE, RESULTS, VARIANTS, N, T, inputs, weights
 
 import ppg_procgen
 import ppo_procgen
-from tests.published_code import GAE_LAMBDA, GAMMA, RESULTS, VARIANTS, N, T, inputs, weights
 
 PUBLISHED = json.loads(RESULTS.read_text())
 close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
 # after the last step: where a gradient is almost zero, Adam makes a difference in rounding as large as a step
-near = partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
+near = partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-5)
 
 
 @pytest.fixture
@@ -49,11 +48,10 @@ def test_ppg(name, data):
     agent, obs = with_weights(ppg_procgen.Agent(arch)), data["obs"].transpose(0, 1).flatten(0, 1)
     with torch.no_grad():
         old_logprobs = agent(obs).logits.log_softmax(-1)
-    args = SimpleNamespace(clip_coef=clip_coef, kl_coef=kl_coef, ent_coef=0.01, vf_coef=0.5, clip_vloss=False)
-    args.beta_clone = 1.0
+    args = ppg_procgen.Args(arch=arch, clip_coef=clip_coef, kl_coef=kl_coef, cuda=False)
     batch = {x: data[x] for x in ("obs", "actions", "logprobs")} | {"advantages": advantages, "returns": returns}
     batch = {x: y.transpose(0, 1) for x, y in (batch | {"values": data["values"][:-1]}).items()}  # (N, T, ...)
-    optimizer = torch.optim.Adam(agent.parameters(), 5e-4, eps=1e-8, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-8, fused=True)
     loss = partial(ppg_procgen.policy_phase_loss, agent, args)
     for expected, rows in zip(published["updates"], torch.arange(N).split(N // 2), strict=True):
         stats = ppg_procgen.update(optimizer, loss, 1, 0.0, **{x: y[rows].flatten(0, 1) for x, y in batch.items()})
@@ -64,7 +62,7 @@ def test_ppg(name, data):
         if clip_coef > 0:
             assert stats["clipfrac"] == expected["clipfrac"]
 
-    optimizer = torch.optim.Adam(agent.parameters(), 5e-4, eps=1e-8, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-8, fused=True)
     loss = partial(ppg_procgen.auxiliary_phase_loss, agent, args)
     mb = {"obs": obs, "old_logprobs": old_logprobs, "returns": batch["returns"].flatten()}
     for expected in published["aux_updates"]:
@@ -85,7 +83,7 @@ def test_ppo(data):
     np.testing.assert_allclose(returns, published["returns"], rtol=1e-6, atol=1e-6)
 
     agent, args = with_weights(ppo_procgen.Agent()), ppo_procgen.Args(cuda=False)
-    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(args.learning_rate), eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(LEARNING_RATE), eps=1e-5, fused=True)
     for parameter in agent.parameters():  # as in train
         moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
         optimizer.state[parameter] = {"step": torch.tensor(1e6)} | moments
@@ -97,7 +95,7 @@ def test_ppo(data):
         advantages = mb["returns"] - mb["values"]
         mb["advantages"] = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
         correction = math.sqrt(1 - 0.999 ** (k + 1)) / (1 - 0.9 ** (k + 1))
-        optimizer.param_groups[0]["lr"].fill_(args.learning_rate * correction)
+        optimizer.param_groups[0]["lr"].fill_(LEARNING_RATE * correction)
         stats = ppo_procgen.update(optimizer, loss, 1, args.max_grad_norm, **mb)
         names = {"policy_entropy": "entropy", "approxkl": "approx_kl_k2"}
         for name, value in expected.items():

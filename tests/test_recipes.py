@@ -4,6 +4,7 @@ import importlib.util
 import re
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -52,8 +53,6 @@ def test_change_the_policy_loss(tmp_path):
 
 
 def test_put_another_environment_in(tmp_path):
-    gymnasium = pytest.importorskip("gymnasium")
-
     class Blink(gymnasium.Env):
         """A reward of 1 a step, cut by a time limit after 5."""
 

@@ -9,11 +9,9 @@ from itertools import dropwhile, takewhile
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
-
-pytest.importorskip("rliable", reason='needs pip install -e ".[benchmark]"')
-import pandas as pd
 from PIL import Image
 from rliable import library, metrics
 from torch.utils.tensorboard import SummaryWriter

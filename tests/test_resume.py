@@ -26,7 +26,6 @@ from conftest import (
     same,
     snapshot,
     train,
-    wait_for,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -73,7 +72,7 @@ def age(run_dir):
 VARIANTS = {
     "dual": (ppg_procgen, {"e_value": 2}),
     "detach": (ppg_procgen, {"arch": "detach", "eval_interval": 1, "eval_episodes": 2, "env_id": "bossfight"}),
-    "shared": (ppg_procgen, {"arch": "shared", "e_auxiliary": 0, "checkpoint_interval": 1}),
+    "shared": (ppg_procgen, {"arch": "shared", "e_auxiliary": 0, "checkpoint_interval": 1, "num_minibatches": 8}),
     "ppo": (ppo_procgen, {"checkpoint_interval": 1}),
 }
 # inside the rollout, an update, the writing of a checkpoint (before and after the bytes are on the disk), of a row
@@ -88,8 +87,8 @@ def test_a_killed_run_resumes_to_the_bits_of_one_never_killed(tmp_path, trained,
     flags = (TINY_PPG if script is ppg_procgen else TINY) | flags
     for i, (target, k) in enumerate(POINTS):
         result = killed(script, {"resume": run_dir} if i else flags | {"run_dir": run_dir}, target, k)
-        assert result.returncode in (-signal.SIGKILL, 0), result.stderr
-        assert i or result.returncode == -signal.SIGKILL
+        ended = result.returncode == 0 and i == len(POINTS) - 1  # some never come to the last point
+        assert ended or result.returncode == -signal.SIGKILL, (target, result.stderr)
         age(run_dir)
     assert script.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] >= 2
     if result.returncode != 0:
@@ -163,16 +162,6 @@ def test_a_signal_stops_the_run_and_says_how_to_go_on(tmp_path, trained, killed,
     assert not list(run_dir.glob("*.tmp*"))
     resume(ppg_procgen, run_dir)
     assert same(run_dir, trained())
-
-
-def test_a_second_interrupt_stops_at_once(start, tmp_path):
-    flags = {"env_id": "chaser", "num_minibatches": 1, "run_dir": tmp_path / "run"}
-    process = start(ppo_procgen, None, *as_flags(flags))
-    wait_for(lambda: (process.folder / "out").read_text())  # it trains
-    os.kill(process.pid, signal.SIGINT)
-    os.kill(process.pid, signal.SIGINT)
-    result = process.end()
-    assert result.returncode == 130 and "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -404,6 +405,19 @@ def check_agreement(run_dir: Path, other: Path) -> None:
     assert row["charts/episodic_return"] == other_row["charts/episodic_return"]
 
 
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_is_a_choice(script, monkeypatch, tf32):
+    for module, name in ((torch.cuda, "set_device"), (torch.cuda, "set_stream"), (torch.cuda, "Stream")):
+        monkeypatch.setattr(module, name, lambda *_: None)
+    precision = []
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
+    args = SimpleNamespace(tf32=tf32, compile=False, cuda_graphs=False, aux_dtype="float32")
+    with torch.backends.cudnn.flags():  # restores them
+        script.speed_up(SimpleNamespace(to=lambda *_, **__: None), args, torch.device("cuda"))
+        assert torch.backends.cudnn.allow_tf32 == tf32 and precision == ["high" if tf32 else "highest"]
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -430,12 +444,8 @@ def test_a_run_resumed_on_a_gpu(run, gpu, monkeypatch, setting):
     check_agreement(whole, half)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        moved = run(
-            script,
-            small=False,
-            **flags | ({"aux_device": "auto"} if "aux_device" in flags else {}),
-            total_timesteps=128,
-        )
+        anywhere = flags | ({"aux_device": "auto"} if "aux_device" in flags else {})
+        moved = run(script, small=False, **anywhere, total_timesteps=128)
     resume(script, moved, "--total-timesteps", 512, small=False)  # its random numbers are others
     assert len(read_rows(moved)) == 8
 

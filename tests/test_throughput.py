@@ -11,9 +11,7 @@ from conftest import CHEAP_PPG
 
 import ppg_procgen
 import ppo_procgen
-
-pytest.importorskip("rich", reason='needs pip install -e ".[benchmark]"')
-from benchmark import throughput  # noqa: E402
+from benchmark import throughput
 
 # 2 iterations of 4 x 8 steps a phase, two phases measured
 SMALL = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "n_iteration": 2, "num_aux_rollouts": 2, "phases": 2}

@@ -3,23 +3,34 @@
 import ast
 import contextlib
 import copy
-import importlib.metadata
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
-from conftest import CHEAP_PPO, ROOT, as_flags, comparable, make_args, parse, read_rows, resume, same, snapshot
-from packaging.requirements import Requirement
-from packaging.version import Version
+from conftest import (
+    CHEAP_PPO,
+    ROOT,
+    as_flags,
+    comparable,
+    level_seeds,
+    make_args,
+    parse,
+    read_rows,
+    resume,
+    same,
+    snapshot,
+    train,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppg_procgen
@@ -51,6 +62,23 @@ def test_budget_is_spent_whole_and_phases_fall_where_they_should(run, capsys):
     assert [int(row["global_step"]) for row in rows] == [64, 128, 192, 256, 320]
     assert [row["losses/aux/kl_loss"] != "" for row in rows] == [False, True, False, True, False]
     assert "iterations 1 to 5 of 1 ranks x 4 environments x 16 steps = 320 steps" in capsys.readouterr().out
+
+
+def test_only_every_kth_auxiliary_phase_with_aux_interval(trained):
+    rows = read_rows(trained(aux_interval=2))  # phases would end after iterations 2 and 4
+    assert [row["losses/aux/kl_loss"] != "" for row in rows] == [False, False, False, True]
+
+
+def test_num_aux_minibatches_is_a_number_of_updates_an_epoch(run, updates):
+    run(num_aux_minibatches=3, e_auxiliary=2, total_timesteps=128)
+    aux = updates[4:]
+    assert len(aux) == 2 * 3
+    assert not torch.equal(aux[0][2]["returns"], aux[3][2]["returns"])  # drawn anew each epoch
+
+
+def test_bfloat16_is_for_the_auxiliary_phase_only(trained):
+    (rows, _), (other, _) = comparable(trained(aux_dtype="bfloat16")), comparable(trained())
+    assert rows[0] == other[0] and rows[1] != other[1]  # the first phase ends iteration 2
 
 
 @pytest.mark.parametrize("arch", ["dual", "detach", "shared"])
@@ -326,7 +354,7 @@ def test_flags_that_must_not_change_the_run_do_not(run, trained):
     assert same(trained(), run(env_threads=2, exp_name="other", checkpoint_interval=1, aux_device="cpu"))
 
 
-def test_v_value_is_an_alias():
+def test_aliases():
     args = parse(ppg_procgen, "--v-value", "3", "--n-aux-grad-accum", "2")
     assert (args.e_value, args.num_aux_grad_accum) == (3, 2)
 
@@ -399,11 +427,11 @@ def test_bad_flags_from_the_command_line(command_line, script, flags):
     assert result.stderr.count("\n") == 1 or "╭" in result.stderr  # a line, or tyro's frame
 
 
-RANKS = [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "2"}, {"RANK": "-1"}]
+BAD_RANKS = [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "2"}, {"RANK": "-1"}]
 
 
-@pytest.mark.parametrize("environment", RANKS, ids=str)
-def test_ranks_that_are_none_end_with_a_message_and_exit_code_2(command_line, script, environment):
+@pytest.mark.parametrize("environment", BAD_RANKS, ids=str)
+def test_impossible_ranks_end_with_a_message_and_exit_code_2(command_line, script, environment):
     result = command_line(script, **environment)
     assert result.returncode == 2 and result.stdout == ""
     words = " ".join(result.stderr.replace("│", "").split())
@@ -429,6 +457,28 @@ def test_import_runs_and_prints_nothing(tmp_path):
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    args = make_args(script, "", total_timesteps=64, seed=5, exp_name="mine")
+    assert re.fullmatch(r"runs/chaser__mine__5__\d{8}-\d{6}-[0-9a-f]{4}", args.run_dir)
+    about = json.loads((train(script, args) / "args.json").read_text())
+    assert about["algorithm"] == script.__name__[:3] and about["args"] == asdict(args)
+    assert about["versions"]["torch"] == torch.__version__ and about["hardware"]["cores"] == os.cpu_count()
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert about["commit"].removesuffix("-dirty") == commit
+    assert (tmp_path / args.run_dir / f"{script.__name__}.py").read_text() == (
+        ROOT / f"{script.__name__}.py"
+    ).read_text()
+
+
+def test_settings_of_the_readme_are_possible(monkeypatch):
+    monkeypatch.setattr(os, "sysconf", lambda _: 2**20)  # a terabyte of memory
+    cells = re.findall(r"^\|.*\| `(--[^`]*)` \|$", (ROOT / "README.md").read_text(), re.M)
+    assert len(cells) >= 8
+    for flags in cells:
+        parse(ppg_procgen, *flags.split())
 
 
 def test_the_command_of_the_readme(tmp_path):
@@ -491,7 +541,7 @@ def test_levels_are_those_asked_for():
     seeds = set()
     for _ in range(20):
         envs.step(np.full(32, -1))  # procgen ends a game at action -1
-        seeds |= {int(info["level_seed"]) for info in envs.games.get_info()}
+        seeds |= set(level_seeds(envs))
     assert seeds == {7, 8, 9}
 
 
@@ -613,8 +663,25 @@ def test_speed_counts_the_whole_loop(trained):
     assert float(rows[0]["time/aux_phase"]) < float(rows[1]["time/aux_phase"])
 
 
+def test_a_resumed_run_continues_its_own_in_weights_and_biases(run, monkeypatch, script):
+    import wandb
+
+    calls = []
+    monkeypatch.setattr(wandb, "init", lambda **options: calls.append(options))
+    monkeypatch.setattr(wandb, "finish", lambda **options: calls.append(options))
+    run_dir = run(script, track=True, total_timesteps=64, wandb_project_name="project", wandb_entity="team")
+    resume(script, run_dir, "--total-timesteps", 128)
+    first, end, second, other_end = calls
+    assert first["config"]["total_timesteps"] == 64 and second["config"]["total_timesteps"] == 128
+    assert {name: first[name] for name in first if name != "config"} == {
+        name: second[name] for name in second if name != "config"
+    }
+    assert (first["project"], first["entity"], first["name"]) == ("project", "team", run_dir.name)
+    assert len(first["id"]) == 16 and first["resume"] == "allow" and first["sync_tensorboard"]
+    assert end == other_end == {"exit_code": 0}
+
+
 def test_weights_and_biases_offline(command_line, tmp_path):
-    pytest.importorskip("wandb")
     flags = [*as_flags(CHEAP_PPO), "--track", f"--run-dir={tmp_path / 'run'}"]
     result = command_line(ppo_procgen, *flags, WANDB_MODE="offline", WANDB_SILENT="true")
     assert result.returncode == 0, result.stderr
@@ -632,40 +699,25 @@ def test_shared_definitions_are_the_same_word_for_word():
         for node in ast.parse(source).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 named[node.name] = ast.get_source_segment(source, node)
-            elif isinstance(node, ast.Assign | ast.AugAssign):  # in order: COLUMNS is written bit by bit
-                name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+            elif isinstance(node, ast.Assign):
+                name = ast.unparse(node.targets[0])
                 named[name] = named.get(name, "") + ast.get_source_segment(source, node)
         return named
 
     ppg, ppo = definitions(ppg_procgen), definitions(ppo_procgen)
     assert set(ppo) <= set(ppg) and set(ppg) - set(ppo) == {"normalized_init", "auxiliary_phase_loss"}
-    differ = (
-        "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent policy_phase_loss train RewardNormalizer speed_up "
-    )
-    differ += "Checkpoint check_args main PHASES COLUMNS ALGORITHM MAY_CHANGE"
+    differ = "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent policy_phase_loss train RewardNormalizer "
+    differ += "speed_up Checkpoint check_args main PHASES COLUMNS ALGORITHM MAY_CHANGE"
     assert {name for name in set(ppg) & set(ppo) if ppg[name] != ppo[name]} == set(differ.split())
 
 
-def test_inline_metadata_allows_what_the_project_needs(script):
-    """Its requirements may have fewer bounds, as for Pythons that the project does not claim, but no other packages."""
+def test_inline_metadata_is_what_the_project_needs(script):
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     source = (ROOT / f"{script.__name__}.py").read_text()
     header = "\n".join(line[2:] for line in source.split("# ///")[1].splitlines()[1:])
     inline, project = tomllib.loads(header), tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-    def needed(requirements):
-        python = Version(".".join(map(str, sys.version_info[:3])))
-        parsed = [Requirement(text) for text in requirements]
-        return {
-            x.name: x.specifier for x in parsed if not x.marker or x.marker.evaluate({"python_version": str(python)})
-        }
-
-    inline, project = needed(inline["dependencies"]), needed(project["dependencies"])
-    assert {"torch", "numpy", "tyro", "tqdm", "tensorboard"} <= set(inline)
-    imported = {n.names[0].name.split(".")[0] for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import)}
-    assert imported - set(sys.stdlib_module_names) <= set(inline)
-    for name in set(inline) & set(project):
-        assert inline[name].contains(importlib.metadata.version(name)), name
+    assert sorted(inline["dependencies"]) == sorted(project["dependencies"])
+    assert inline["requires-python"] == project["requires-python"]
 
 
 # ---- learning
