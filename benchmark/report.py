@@ -407,7 +407,7 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float) -> Figure:
     """One panel a game: mean over seeds and a band of one standard deviation, for x from 0 to limit."""
     window = curves.groupby(CURVE).global_step.diff().fillna(curves.global_step)
     middle = curves.global_step - window / 2  # a published row is a mean over the steps since the row before it
-    curves = curves.assign(global_step=curves.global_step.where(curves.own, middle))
+    curves = curves.assign(global_step=np.where(curves.own, curves.global_step, middle))
     curves = curves[curves[x] <= limit]
     games, groups = sorted(set(curves.env_id)), ordered_groups(curves)
     titles, styles = group_titles(groups), line_styles(groups)
