@@ -508,6 +508,12 @@ def test_the_commands_of_the_scripts_are_good(name, tiny, tmp_path, monkeypatch)
         assert (args.total_timesteps == 256) == (tiny == "1")
 
 
+def test_the_scripts_share_their_games_and_tiny_sizes():
+    for words in ("leaper maze miner", "--num-minibatches 2", "--distribution-mode hard --num-envs 256"):
+        files = [path.name for path in (ROOT / "benchmark").glob("*.sh") if words in path.read_text()]
+        assert files == ["common.sh"], words
+
+
 @pytest.mark.parametrize("script", ["ppo_procgen", pytest.param("ppg_procgen", marks=pytest.mark.slow)])
 def test_training_runs_of_a_killed_sweep_are_whole_after_a_second_call(lab, script):
     """With the real scripts: the second run is killed with the sweep as its first row is on the disk."""
