@@ -102,12 +102,13 @@ def level_range(name: str, start_level: int, num_levels: int) -> range:
     sets = {"all": range(NUM_LEVELS), "train": range(start_level, end_level) if num_levels else range(NUM_LEVELS)}
     if num_levels:
         sets["test"] = range(end_level, NUM_LEVELS)
+    named = ", ".join(sets)
     # ten digits: NUM_LEVELS has no more, and int() raises at thousands
     if bounds := re.fullmatch(r"(\d{1,10}):(\d{1,10})", name):
         sets[name] = range(int(bounds[1]), int(bounds[2]))
     if not (levels := sets.get(name)) or levels[-1] >= NUM_LEVELS:
         why = "; no level is known to be unseen" if name == "test" else ""
-        raise UsageError(f"--levels {name}: not one of {', '.join(sets)}, A:B with A < B <= {NUM_LEVELS}{why}")
+        raise UsageError(f"--levels {name:.40}: not one of {named}, A:B with A < B <= {NUM_LEVELS}{why}")
     return levels
 
 
