@@ -31,7 +31,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -39,23 +39,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import tyro
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
 LABEL = "[a-zA-Z0-9.-]+(?:_[a-zA-Z0-9.-]+)*"  # part of a run's name: "__" inside could make two names collide
 OWN_FLAGS = ("env_id", "seed", "run_dir", "resume")  # what the sweep itself gives to each run
 PACKAGES = ("torch", "numpy", "gym3", "procgen", "procgen-mirror", "procgen-gym")
 
 
-class SurvivingConsole(Console):
-    def on_broken_pipe(self) -> None:
-        """The reader of our lines has gone (| head). rich would exit here, and stop the runs without a reason."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-console = SurvivingConsole(highlight=False, markup=False, emoji=False)
 libc = ctypes.CDLL(None)
 
 
@@ -88,10 +77,6 @@ class Command:
         self.exp_name = flags.exp_name or Path(script).stem
         self.total_timesteps = flags.total_timesteps
 
-    def continues(self, old: "Command") -> bool:
-        """Whether it may go on with runs of `old`: only the budget may differ, and only grow."""
-        return self.argv == old.argv and self.total_timesteps >= old.total_timesteps
-
 
 @dataclass
 class Args:
@@ -113,6 +98,8 @@ class Args:
     """further attempts at a run that failed; bad arguments (exit code 2) are not tried again"""
     retry_delay: float = 10.0
     """seconds before a further attempt"""
+    report_interval: float = 60.0
+    """seconds between lines that say how the runs stand"""
     grace: float = 60.0
     """seconds that runs have to end at a safe point when the sweep is stopped, before they are killed"""
     dry_run: bool = False
@@ -140,7 +127,7 @@ class Args:
         require(is_alone, "--index takes a run of --folder, and goes with neither --command nor --slurm")
         for count in (self.num_seeds, 1 if self.workers is None else self.workers):
             require(1 <= count <= 10_000, f"--num-seeds and --workers must be at least 1, at most 10000, not {count}")
-        for name in ("retries", "retry_delay", "grace", "start_seed"):
+        for name in ("retries", "retry_delay", "report_interval", "grace", "start_seed"):
             value = getattr(self, name)
             is_good = 0 <= value < 2**31  # nan is neither
             require(is_good, f"--{name.replace('_', '-')} must be zero or positive, not {value}")
@@ -150,7 +137,7 @@ class Progress(NamedTuple):
     iteration: int
     num_iterations: int
     budget: int
-    cells: tuple[str, ...]  # for people
+    text: str  # for people
 
 
 @dataclass(eq=False)
@@ -181,8 +168,8 @@ class Run:
         total = num_iterations * int(args["batch_size"]) * int(args.get("num_ranks", 1))
         left = timedelta(seconds=int((total - step) / float(row["charts/SPS"])))
         mean_return = float(row["charts/mean_return_100"] or "nan")  # blank before the first episode ends
-        cells = (f"{step:,} steps", f"{step / total:.0%}", f"return {mean_return:.2f}", f"{left} left")
-        return Progress(iteration, num_iterations, int(args["total_timesteps"]), cells)
+        text = f"{step:,} steps, {step / total:.0%}, return {mean_return:.2f}, {left} left"
+        return Progress(iteration, num_iterations, int(args["total_timesteps"]), text)
 
     def shortfall(self) -> str | None:
         """What the run lacks, by its own files, to be whole: the last iteration, of the command's budget."""
@@ -279,8 +266,10 @@ def die_with_sweep():
 
 
 def say(text: str):
-    with suppress(OSError):  # the terminal is gone, or the disk is full: no reason to end the runs
-        console.print(f"{datetime.now():%m-%d %H:%M:%S} {text}", soft_wrap=True)
+    try:
+        print(f"{datetime.now():%m-%d %H:%M:%S} {text}", flush=True)
+    except OSError:  # the reader is gone (| head), or the terminal, or the disk is full: no reason to end the runs
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_json(path: Path, content: dict):
@@ -367,9 +356,11 @@ def plan(args: Args) -> tuple[dict, list[Run]]:
     """The content of sweep.json, with what this call adds to it, and the runs that this call is about."""
     sweep = read_sweep(args.folder / "sweep.json")
     for exp_name, command in args.commands.items():
-        old = sweep["commands"].get(exp_name, command.text)
-        message = f"{args.folder} has runs of another command, {old!r}: choose another --folder or --exp-name"
-        require(command.continues(Command(old)), message)
+        old = Command(sweep["commands"].get(exp_name, command.text))
+        continues = command.argv == old.argv and command.total_timesteps >= old.total_timesteps
+        # A larger budget only: other flags would make runs of one name that do not compare.
+        message = f"{args.folder} has runs of another command, {old.text!r}: choose another --folder or --exp-name"
+        require(continues, message)
         sweep["commands"][exp_name] = command.text
     selected = []
     for seed in range(args.start_seed, args.start_seed + args.num_seeds):
@@ -406,7 +397,6 @@ def work(runs: list[Run], slots: list[str | None], args: Args) -> int:
             signal.signal(signum, lambda signum, frame: signals.append(signum))
 
     waiting, running, failed = list(runs), [], {}
-    live = Live(console=console, auto_refresh=False, transient=True)  # refreshes by hand: no thread beside preexec_fn
     next_report = 0.0
 
     def attempt_failed(run: Run, reason: str, can_retry: bool = True) -> str:
@@ -419,37 +409,38 @@ def work(runs: list[Run], slots: list[str | None], args: Args) -> int:
         failed[run] = reason
         return "failed"
 
-    with live if console.is_terminal else nullcontext():
-        try:
-            while (waiting or running) and not signals:
-                for run in [run for run in running if run.process.poll() is not None]:
-                    run.send(signal.SIGKILL)  # what a crashed run left behind must not share the GPU with the next one
-                    running.remove(run)
-                    slots.append(run.slot)
-                    if reason := run.failure():
-                        run.write_state(attempt_failed(run, reason, run.process.returncode != 2), reason)
-                    else:
-                        say(f"{run.name}: finished")
-                        run.write_state("finished")
-                for run in [run for run in waiting if run.not_before <= time.monotonic()][: len(slots)]:
-                    waiting.remove(run)
-                    step = run.next_step()
-                    try:
-                        run.start(slots[0])
-                    except BlockingIOError as error:
-                        attempt_failed(run, str(error))  # its state is for the process that holds it to write
-                    except (OSError, ValueError) as error:  # no disk space, no such program, a NUL in the command, ...
-                        run.write_state(attempt_failed(run, str(error)), str(error))
-                    else:
-                        running.append(run)
-                        say(f"{run.name}: {step}" + (f" on GPU {slots[0]}" if slots[0] else ""))
-                        del slots[0]
-                if time.monotonic() >= next_report:
-                    counts = f"{len(running)} running, {len(waiting)} waiting, {len(failed)} failed"
-                    next_report = time.monotonic() + report(live, running, counts)
-                time.sleep(0.1)
-        finally:
-            stop(running, signals, args.grace)
+    try:
+        while (waiting or running) and not signals:
+            for run in [run for run in running if run.process.poll() is not None]:
+                run.send(signal.SIGKILL)  # what a crashed run left behind must not share the GPU with the next one
+                running.remove(run)
+                slots.append(run.slot)
+                if reason := run.failure():
+                    run.write_state(attempt_failed(run, reason, run.process.returncode != 2), reason)
+                else:
+                    say(f"{run.name}: finished")
+                    run.write_state("finished")
+            for run in [run for run in waiting if run.not_before <= time.monotonic()][: len(slots)]:
+                waiting.remove(run)
+                step = run.next_step()
+                try:
+                    run.start(slots[0])
+                except BlockingIOError as error:
+                    attempt_failed(run, str(error))  # its state is for the process that holds it to write
+                except (OSError, ValueError) as error:  # no disk space, no such program, a NUL in the command, ...
+                    run.write_state(attempt_failed(run, str(error)), str(error))
+                else:
+                    running.append(run)
+                    say(f"{run.name}: {step}" + (f" on GPU {slots[0]}" if slots[0] else ""))
+                    del slots[0]
+            if time.monotonic() >= next_report:
+                for run in running:
+                    with suppress(Exception):  # no row yet, or odd files: then there is nothing to show
+                        say(f"{run.name}: {run.progress().text}")
+                next_report = time.monotonic() + args.report_interval
+            time.sleep(0.1)
+    finally:
+        stop(running, signals, args.grace)
 
     for run, reason in failed.items():
         say(f"FAILED {run.name}: {reason} (see {run.log_file})")
@@ -458,22 +449,6 @@ def work(runs: list[Run], slots: list[str | None], args: Args) -> int:
         return 128 + signals[-1]
     say(f"{len(failed)} of {len(runs)} runs failed" if failed else "all runs are finished")
     return 1 if failed else 0
-
-
-def report(live: Live, running: list[Run], counts: str) -> float:
-    """Show how the running runs stand: a table in a terminal, lines elsewhere. Returns the seconds until the next."""
-    table = Table(box=None, show_header=False, caption=counts, caption_justify="left")
-    for run in running:
-        cells = ()
-        with suppress(Exception):  # no row yet, or odd files: then there is nothing to show
-            cells = run.progress().cells
-        table.add_row(run.name, f"GPU {run.slot}" if run.slot else "", *cells)
-        if cells and not live.is_started:
-            say(f"{run.name}: {', '.join(cells)}")
-    if not live.is_started:
-        return 60
-    live.update(table, refresh=True)
-    return 1
 
 
 def stop(running: list[Run], signals: list[int], grace: float):
