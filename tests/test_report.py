@@ -157,6 +157,8 @@ def test_aggregates_are_those_of_scipy_and_rliable():
     assert report.probability_of_improvement(x, x[:, ::-1]) + report.probability_of_improvement(x[:, ::-1], x) == 1
     by_hand = np.mean([scipy.stats.mannwhitneyu(x[:, k], y[:3, k]).statistic / 15 for k in range(16)])
     assert report.probability_of_improvement(x, y[:3]) == pytest.approx(by_hand)
+    thresholds = np.linspace(-1, 1, 9)
+    assert pictures.share_above(x, thresholds) == pytest.approx(library.score_distributions(x, thresholds))
 
 
 def test_intervals_are_rliables_and_repeatable():
@@ -397,8 +399,10 @@ def test_runs_on_a_few_levels_have_intervals_and_times_but_no_normalised_scores(
     assert row[header.index("time a run")] == "32.8 s" and row[header.index("steps/s")] == "2,000"
 
 
-def test_the_legend_covers_no_panel():
+@pytest.mark.parametrize("suffix", ["", " and much more that makes the name long"])
+def test_the_legend_covers_no_panel(suffix):
     curves = report.load_references(("ppg", "ppo", "ppg_kl"))
+    curves["name"] += suffix
     fig = pictures.draw_curves(curves[curves.distribution_mode == "hard"], "global_step", 50e6)
     fig.draw_without_rendering()
     legend = fig.legends[0].get_window_extent()
