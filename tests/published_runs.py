@@ -3,9 +3,9 @@ test_published_runs.py. The folders and the environment are those of published_c
 
     python tests/published_runs.py ppg baselines
 
-Three things are changed in them. What is random, apart from the levels, comes from Draws, so that our scripts can draw
-the same. The precision is float64, in a copy of the codes: in float32, rounding grows until actions differ. The first
-weights are those of published_code.py. All else is theirs.
+They run as they are, but for this. What is random, apart from the levels, comes from Draws, so that our scripts can
+draw the same. The precision is float64, in a copy of the codes: in float32, rounding grows until actions differ. The
+first weights are those of published_code.py. Where PPO clips the gradient, its norm gets 1e-6 more, as in torch.
 """
 
 import contextlib
@@ -22,23 +22,26 @@ import numpy as np
 from published_code import stand_in_for_mpi, their_names, to_tensorflow, weights
 
 RESULTS = Path(__file__).with_name("published_runs.npz")
-T, N, NUM_MINIBATCHES, NUM_AUX_ROLLOUTS, SEED = 8, 4, 2, 2, 11
+T, N = 8, 4
+SIZES = {"num_envs": N, "num_steps": T, "num_minibatches": 2}
+LEVELS = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0, "num_threads": 0}
 
-# Arguments of our scripts. Together the runs take each branch of the training loop, with two auxiliary phases or more.
-# In these games some episodes are short, and some rewards early
-PUBLISHED = {"arch": "dual", "clip_coef": 0.2, "kl_coef": 0.0, "e_policy": 1, "e_value": 1, "learning_rate": 5e-4}
+# Arguments of our scripts. Together the runs take each branch of the training loop. The seeds of the levels are such
+# that some episodes end early, and some have rewards. "clipping" clips in every minibatch but an iteration's first
+PUBLISHED = SIZES | {"arch": "dual", "num_aux_rollouts": 2, "n_iteration": 1, "e_auxiliary": 1, "learning_rate": 5e-4}
+PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0}
 PPG_RUNS = {
-    "dual": PUBLISHED | {"env_id": "dodgeball", "n_iteration": 2, "e_auxiliary": 1},
-    "detach": PUBLISHED | {"env_id": "jumper", "n_iteration": 3, "e_auxiliary": 1, "arch": "detach"},
-    "shared": PUBLISHED | {"env_id": "miner", "n_iteration": 1, "e_auxiliary": 2, "arch": "shared"},
-    "kl": PUBLISHED | {"env_id": "maze", "n_iteration": 1, "e_auxiliary": 1, "clip_coef": 0.0, "kl_coef": 1.0},
-    "clipping": PUBLISHED | {"env_id": "leaper", "n_iteration": 1, "e_auxiliary": 1, "learning_rate": 5e-3},
+    "dual": PUBLISHED | {"env_id": "dodgeball", "seed": 47, "total_timesteps": 4 * T * N, "n_iteration": 2},
+    "detach": PUBLISHED | {"env_id": "jumper", "seed": 3, "total_timesteps": 5 * T * N, "n_iteration": 2},
+    "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "e_auxiliary": 2},
+    "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "total_timesteps": 2 * T * N},
+    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 14, "total_timesteps": 2 * T * N, "learning_rate": 1e-3},
 }
-PPG_RUNS["shared"] |= {"e_policy": 3, "e_value": 3}
-PPG_RUNS["kl"] |= {"e_policy": 2, "e_value": 3}
+PPG_RUNS["detach"] |= {"arch": "detach"}
+PPG_RUNS["shared"] |= {"arch": "shared", "e_policy": 3, "e_value": 3}
+PPG_RUNS["kl"] |= {"e_policy": 2, "e_value": 3, "clip_coef": 0.0, "kl_coef": 1.0}
 PPG_RUNS["clipping"] |= {"e_policy": 2, "e_value": 2}
-PPO_RUN = {"env_id": "dodgeball"}
-NUM_ITERATIONS = {"dual": 5, "detach": 6, "shared": 2, "kl": 2, "clipping": 2, "ppo": 3}  # dual: a phase is left incomplete
+PPO_RUNS = {"ppo": SIZES | {"env_id": "jumper", "seed": 18, "total_timesteps": 3 * T * N}}
 
 # a column of our metrics.csv: what they log
 PPG_COLUMNS = {
@@ -89,21 +92,24 @@ class Trace:
     def __init__(self) -> None:
         self.actions, self.losses, self.projections = [], [], []
 
-    def arrays(self, columns: dict[str, str]) -> dict[str, np.ndarray]:
-        losses = [[row.get(name, np.nan) for name in columns.values()] for row in self.losses]
-        arrays = {"actions": np.array(self.actions, dtype=np.uint8), "losses": np.array(losses, dtype=np.float64)}
-        return arrays | {"projections": np.array(self.projections)}
+    def arrays(self, columns: dict[str, str], num_steps: int) -> dict[str, np.ndarray]:
+        """The first num_steps steps of the run."""
+        num_iterations = num_steps // (T * N)
+        losses = [[row.get(name, np.nan) for name in columns.values()] for row in self.losses[:num_iterations]]
+        arrays = {"actions": np.array(self.actions[: num_iterations * T], dtype=np.uint8), "losses": np.array(losses)}
+        return arrays | {"projections": np.array(self.projections[:num_iterations])}
 
 
 def copy_in_float64(folder: str, copy: Path) -> None:
     """Put a copy of Python packages on the path."""
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".git", "results", "data"))
     for path in copy.rglob("*.py"):
-        path.write_text(path.read_text().replace("float32", "float64"))
+        source = path.read_text().replace("float32", "float64")
+        path.write_text(source.replace(", 'f')", ", 'd')").replace(', "f")', ', "d")'))  # sums of rewards
     sys.path.insert(0, str(copy))
 
 
-def run_ppg(args: dict, num_iterations: int, shapes: dict[str, tuple[int, ...]]) -> Trace:
+def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
     """shapes: of our parameters."""
     import gym3
     import torch
@@ -138,11 +144,14 @@ def run_ppg(args: dict, num_iterations: int, shapes: dict[str, tuple[int, ...]])
         state = model.state_dict()
         projections = project([state[name].numpy() for name in names])
         if "Iter" in logged:
-            value_updates = minibatches[: args["e_value"] * NUM_MINIBATCHES]  # they come first, or both are the same
-            policy_updates = minibatches[-args["e_policy"] * NUM_MINIBATCHES :]
+            # of separate epochs, those of the value function come first
+            value_updates = minibatches[: args["e_value"] * args["num_minibatches"]]
+            policy_updates = minibatches[-args["e_policy"] * args["num_minibatches"] :]
             means = {name: np.mean([stats[name] for stats in policy_updates]) for name in policy_updates[0]}
             means["vf"] = np.mean([stats["vf"] for stats in value_updates])
             means["pg_and_kl"] = means["pg"] + means["pi_kl"]
+            if args["clip_coef"] == 0:
+                means["clipfrac"] = 0.0  # they count every ratio that is not 1
             trace.losses.append(logged | means)
             trace.projections.append(projections)
             minibatches.clear()
@@ -154,27 +163,28 @@ def run_ppg(args: dict, num_iterations: int, shapes: dict[str, tuple[int, ...]])
                 epochs.clear()
         original()
 
-    levels = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0, "rand_seed": SEED, "num_threads": 0}
+    levels = LEVELS | {"rand_seed": args["seed"]}
     venv = Environments(envs.get_venv(num_envs=N, env_name=args["env_id"], **levels))
     model = ppg.PhasicValueModel(venv.ob_space, venv.ac_space, lambda x: ImpalaEncoder(x.shape), arch=args["arch"])
     initial = zip(names, weights(list(shapes.values())), strict=True)
     model.load_state_dict({name: torch.from_numpy(x) for name, x in initial})
-    options = {"nstep": T, "γ": 0.999, "λ": 0.95, "nminibatch": NUM_MINIBATCHES, "verbose": False}
+    options = {"nstep": T, "γ": 0.999, "λ": 0.95, "nminibatch": args["num_minibatches"], "verbose": False}
     options |= {"n_epoch_pi": args["e_policy"], "n_epoch_vf": args["e_value"], "lr": args["learning_rate"]}
     options |= {"clip_param": args["clip_coef"], "kl_penalty": args["kl_coef"]}
-    phase = {"n_pi": args["n_iteration"], "n_aux_epochs": args["e_auxiliary"], "aux_mbsize": NUM_AUX_ROLLOUTS}
-    # a step more than the iterations have: else a run of theirs ends before its last auxiliary phase
-    num_steps = num_iterations * N * T + (num_iterations % args["n_iteration"] == 0)
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(mock.patch.object(torch.distributions.Categorical, "sample", sample))
-        patches.enter_context(mock.patch.object(torch, "randperm", lambda n: torch.from_numpy(draws.permutation(n))))
-        patches.enter_context(mock.patch.object(ppo, "compute_losses", compute_losses))
-        patches.enter_context(mock.patch.object(logger, "dumpkvs", dumpkvs))
+    phase = {"n_pi": args["n_iteration"], "n_aux_epochs": args["e_auxiliary"], "aux_mbsize": args["num_aux_rollouts"]}
+    with (
+        mock.patch.object(torch.distributions.Categorical, "sample", sample),
+        mock.patch.object(torch, "randperm", lambda n: torch.from_numpy(draws.permutation(n))),
+        mock.patch.object(ppo, "compute_losses", compute_losses),
+        mock.patch.object(logger, "dumpkvs", dumpkvs),
+    ):
+        # an iteration more than ours: theirs ends without the auxiliary phase that follows the last one
+        num_steps = args["total_timesteps"] + 1
         ppg.learn(model=model, venv=venv, ppo_hps=options, aux_lr=5e-4, interacts_total=num_steps, **phase)
     return trace
 
 
-def run_ppo(args: dict, num_iterations: int, shapes: dict[str, tuple[int, ...]]) -> Trace:
+def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
     """shapes: of our parameters."""
     import tensorflow.compat.v1 as tf
 
@@ -207,6 +217,9 @@ def run_ppo(args: dict, num_iterations: int, shapes: dict[str, tuple[int, ...]])
         def __init__(self, learning_rate, epsilon):
             super().__init__(learning_rate, np.float64(0.9), np.float64(0.999), np.float64(epsilon))
 
+    def clip_by_global_norm(grads, max_norm, original=tf.clip_by_global_norm):
+        return original(grads, max_norm, use_norm=tf.global_norm(grads) + 1e-6)
+
     def random_uniform(shape, dtype):
         return tf.reshape(tf.py_func(lambda shape: draws.uniform(size=shape), [shape], dtype), shape)
 
@@ -221,29 +234,23 @@ def run_ppo(args: dict, num_iterations: int, shapes: dict[str, tuple[int, ...]])
         trace.losses.append(dict(logged))
         trace.projections.append(project(sess.run(tf.trainable_variables("ppo2_model"))))
 
-    levels = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0, "rand_seed": SEED, "num_threads": 0}
+    levels = LEVELS | {"rand_seed": args["seed"]}
     venv = Environments(VecExtractDictObs(ProcgenEnv(num_envs=N, env_name=args["env_id"], **levels), "rgb"))
     venv = VecNormalize(VecMonitor(venv, keep_buf=100), ob=False)
     # theirs have other axes: turn the directions instead of the parameters
     project.directions = [to_tensorflow(direction) for direction in project.directions]
-    options = {"nsteps": T, "nminibatches": NUM_MINIBATCHES, "noptepochs": 3, "gamma": 0.999, "lam": 0.95, "lr": 5e-4}
-    options |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "cliprange": 0.2, "log_interval": 1}
-    sess = tf.Session(config=tf.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1))
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(sess)
-        patches.enter_context(mock.patch.object(tf, "random_uniform", random_uniform))
-        patches.enter_context(mock.patch.object(tf, "get_variable", functools.partial(tf.get_variable, dtype="float64")))
-        patches.enter_context(mock.patch.object(tf.train, "AdamOptimizer", Adam))
-        patches.enter_context(mock.patch.object(np.random, "shuffle", shuffle))
-        patches.enter_context(mock.patch.object(logger, "logkv", logged.__setitem__))
-        patches.enter_context(mock.patch.object(logger, "dumpkvs", dumpkvs))
-        ppo2.learn(
-            network=lambda x: build_impala_cnn(x, depths=[16, 32, 32], emb_size=256),
-            env=venv,
-            total_timesteps=num_iterations * N * T,
-            init_fn=load_weights,
-            **options,
-        )
+    options = {"nsteps": T, "nminibatches": args["num_minibatches"], "noptepochs": 3, "gamma": 0.999, "lam": 0.95}
+    options |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "cliprange": 0.2, "lr": 5e-4}
+    options |= {"total_timesteps": args["total_timesteps"], "log_interval": 1, "init_fn": load_weights}
+    with (
+        tf.Session(config=tf.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)) as sess,
+        mock.patch.multiple(tf, random_uniform=random_uniform, clip_by_global_norm=clip_by_global_norm),
+        mock.patch.object(tf, "get_variable", functools.partial(tf.get_variable, dtype=tf.float64)),
+        mock.patch.object(tf.train, "AdamOptimizer", Adam),
+        mock.patch.object(np.random, "shuffle", shuffle),
+        mock.patch.multiple(logger, logkv=logged.__setitem__, dumpkvs=dumpkvs),
+    ):
+        ppo2.learn(network=lambda x: build_impala_cnn(x, depths=[16, 32, 32], emb_size=256), env=venv, **options)
     return trace
 
 
@@ -271,9 +278,11 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
         logger.configure(dir=folder, format_strs=["log"])
         for name, args in PPG_RUNS.items():
             with contextlib.redirect_stdout(io.StringIO()):
-                traces[name] = run_ppg(args, NUM_ITERATIONS[name], shapes_of(Agent(args["arch"]))).arrays(PPG_COLUMNS)
-            print(f"{name} done", flush=True)
-        traces["ppo"] = run_ppo(PPO_RUN, NUM_ITERATIONS["ppo"], shapes_of(PPOAgent())).arrays(PPO_COLUMNS)
+                trace = run_ppg(args, shapes_of(Agent(args["arch"])))
+            traces[name] = trace.arrays(PPG_COLUMNS, args["total_timesteps"])
+        for name, args in PPO_RUNS.items():
+            trace = run_ppo(args, shapes_of(PPOAgent()))
+            traces[name] = trace.arrays(PPO_COLUMNS, args["total_timesteps"])
     arrays = {f"{name}/{key}": x for name, trace in traces.items() for key, x in trace.items()}
     np.savez_compressed(RESULTS, **arrays)
 
