@@ -100,7 +100,8 @@ def test_whole_run(name, run, published, monkeypatch):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_first_iteration_in_float32(name, run, published):
-    """The precision of real runs. Later, rounding grows until actions differ. An update moves a projection by up to 0.4."""
+    """The precision of real runs; later, rounding grows until actions differ. An update moves a projection by up to 0.4
+    (learning rate times the root of the parameter's size)."""
     trace = run(name, total_timesteps=N * T)
     assert_same(trace, published, name, actions=0, losses=1e-3, projections=1e-2)
 
