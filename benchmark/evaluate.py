@@ -150,7 +150,7 @@ def play_set(agent, args: Args, game: str, mode: str, name: str, levels: range, 
             results.append(play(agent, envs, starts, rng.getrandbits(31), args.greedy, bar))
     if args.video:
         path = out / f"{mode}_{name.replace(':', '-')}.mp4"
-        with closing(ProcgenVectorEnv(game, 4, mode, render=True)) as envs:
+        with closing(ProcgenVectorEnv(game, 4, mode, render_mode="rgb_array")) as envs:
             envs.load_state_dict({"games": [level_start(game, mode, level) for level in islice(cycle(chosen), 4)]})
             ppg_procgen.record_video(agent, envs, path, args.seed, args.greedy)
     return pd.concat(results)[: args.episodes]

@@ -80,7 +80,8 @@ def read_columns(run_dir: Path) -> dict[str, list[str]]:
     """The columns of metrics.csv that do not depend on the clock."""
     with open(run_dir / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    return {name: [row[name] for row in rows] for name in rows[0] if not name.startswith(TIMES)}
+    columns = {name: [row[name] for row in rows] for name in rows[0] if not name.startswith(TIMES)}
+    return {name: values for name, values in columns.items() if any(values)}  # a version may leave out blank ones
 
 
 def differences(old: Path, new: Path) -> list[str]:

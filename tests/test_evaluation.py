@@ -31,9 +31,10 @@ VIDEO_STEPS = (2, 4, 6, 8)  # where the episodes of a video are said to end: who
 class WatchedEnv(ProcgenVectorEnv):
     """Notes the levels that are played: a session for each state that is loaded, with the level seeds at each step."""
 
-    def __init__(self, *args, render=False, **options):
-        super().__init__(*args, render=render, **options)
-        self.is_video, self.sessions = render, [[level_seeds(self)]]
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.is_video = "render_mode" in options
+        self.sessions = [[level_seeds(self)]]
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -69,7 +70,7 @@ def evaluated(tmp_path_factory):
 class SimpleAgent(nn.Module):
     """Stands in for Agent where only speed matters, or that an observation's logits are the same in any batch."""
 
-    def __init__(self, arch="dual", num_actions=15):
+    def __init__(self, arch="dual", num_actions=15, obs_shape=(64, 64, 3)):
         super().__init__()
         self.heads = nn.Linear(12, num_actions + 2)
         nn.init.zeros_(self.heads.weight)
