@@ -36,7 +36,7 @@ PPG_RUNS = {
     "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "e_auxiliary": 2},
     "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "total_timesteps": 2 * T * N},
     "separate": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "arch": "shared"},
-    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 18, "total_timesteps": 2 * T * N, "learning_rate": 1e-3},
+    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 18, "total_timesteps": 2 * T * N, "learning_rate": 7e-4},
 }
 PPG_RUNS["detach"] |= {"arch": "detach"}
 PPG_RUNS["shared"] |= {"arch": "shared", "e_policy": 3, "e_value": 3}
