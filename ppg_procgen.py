@@ -419,6 +419,8 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     else:
         checkpoint.save(0, "phase.pt", next_done=next_done, aux_phase=None)
     logger.open(about, cleanup)
+    place = f"{buffer.obs.nbytes / 1e9:.1f} GB, {args.aux_device}"
+    say(f"{args.num_phases:,} auxiliary phases in {args.aux_dtype}, buffer: {place}")
     evaluator = Evaluator(args, cleanup)
     next_obs, _ = envs.reset()
 
@@ -1099,8 +1101,6 @@ class Buffer:
         self.is_file = where == "file" and shape[0] > 0
         self.path = Path(about["args"]["run_dir"]) / f"buffer_{about['run_id']}_{RANK}.bin"
         size = math.prod(shape)
-        if size > 0:
-            say(f"the buffer takes {size / 1e9:.1f} GB, place: {where}")
         self.is_old = self.path.exists() and self.path.stat().st_size == size
         if not self.is_file:
             place = device if where == "cuda" else "cpu"
@@ -1283,7 +1283,8 @@ def choose_auto(args: Args) -> dict:
         cores = len(os.sched_getaffinity(0)) // LOCAL_WORLD_SIZE
         used["env_threads"] = 0 if cores <= 2 else min(12, cores * 3 // 4)
     if args.aux_dtype == "auto":
-        is_fast = "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+        cpu = Path("/proc/cpuinfo")
+        is_fast = cpu.exists() and "avx512_bf16" in cpu.read_text()
         if on_gpu:
             is_fast = torch.cuda.is_bf16_supported(including_emulation=False)
         used["aux_dtype"] = "bfloat16" if is_fast else "float32"
@@ -1332,7 +1333,8 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         file.truncate(0)
         json.dump(about, file, indent=2)
         file.flush()
-        shutil.copy(__file__, run_dir)
+        if not args.resume:
+            shutil.copy(__file__, run_dir)
     except BlockingIOError:
         raise UsageError(f"another process is writing to {run_dir}") from None
     except OSError as error:
@@ -1394,9 +1396,12 @@ def parse_args() -> Args:
         return args
     require(args.resume, "--resume is empty: it needs a run folder")  # such as an unset variable
     state = load_checkpoint(Path(args.resume) / "checkpoint.pt")
-    is_ours = isinstance(state, dict) and state.get("about", {}).get("algorithm") == ALGORITHM
+    try:
+        is_ours = state["about"]["algorithm"] == ALGORITHM
+        saved = {**state["about"]["args"], "resume": args.resume, "run_dir": args.resume}
+    except (KeyError, TypeError):  # another file of torch
+        is_ours = False
     require(is_ours, f"{args.resume} is no run of {Path(__file__).name}")
-    saved = {**state["about"]["args"], "resume": args.resume, "run_dir": args.resume}
     odd = set(saved) ^ {x.name for x in fields(Args)}
     require(not odd, f"this script and that of {args.resume} differ in flags: {odd}")
     default = Args.__new__(Args)  # without __post_init__, which replace calls

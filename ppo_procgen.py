@@ -536,7 +536,7 @@ class RewardNormalizer(nn.Module):
         [-10, 10]. firsts (T, N): 1 where o_t begins an episode."""
         returns = self.returns.numpy()  # a view, as the next
         moments = self.moments.numpy()
-        deviations = np.empty((len(rewards), 1))
+        deviations = np.empty((len(rewards), 1), rewards.dtype)
         steps = zip(gather(rewards, 1), gather(firsts, 1), strict=True)
         for t, (reward, first) in enumerate(steps):
             returns *= self.gamma
@@ -1108,7 +1108,8 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         file.truncate(0)
         json.dump(about, file, indent=2)
         file.flush()
-        shutil.copy(__file__, run_dir)
+        if not args.resume:
+            shutil.copy(__file__, run_dir)
     except BlockingIOError:
         raise UsageError(f"another process is writing to {run_dir}") from None
     except OSError as error:
@@ -1167,9 +1168,12 @@ def parse_args() -> Args:
         return args
     require(args.resume, "--resume is empty: it needs a run folder")  # such as an unset variable
     state = load_checkpoint(Path(args.resume) / "checkpoint.pt")
-    is_ours = isinstance(state, dict) and state.get("about", {}).get("algorithm") == ALGORITHM
+    try:
+        is_ours = state["about"]["algorithm"] == ALGORITHM
+        saved = {**state["about"]["args"], "resume": args.resume, "run_dir": args.resume}
+    except (KeyError, TypeError):  # another file of torch
+        is_ours = False
     require(is_ours, f"{args.resume} is no run of {Path(__file__).name}")
-    saved = {**state["about"]["args"], "resume": args.resume, "run_dir": args.resume}
     odd = set(saved) ^ {x.name for x in fields(Args)}
     require(not odd, f"this script and that of {args.resume} differ in flags: {odd}")
     default = Args.__new__(Args)  # without __post_init__, which replace calls

@@ -56,13 +56,14 @@ def evaluated(tmp_path_factory):
     """Folder and environments of a PPG run with evaluations and videos."""
     run_dir, created = tmp_path_factory.mktemp("evaluated") / "run", []
 
-    def make(*args, **options):
-        created.append(WatchedEnv(*args, **options))
-        created[-1].options = options
-        return created[-1]
+    class Listed(WatchedEnv):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.options = options
+            created.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ppg_procgen, "ProcgenVectorEnv", make)
+        patch.setattr(ppg_procgen, "ProcgenVectorEnv", Listed)
         train(ppg_procgen, make_args(ppg_procgen, run_dir, **GAME, **EVALUATION, capture_video=True), small=False)
     return run_dir, created
 
@@ -150,7 +151,7 @@ def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
 
 def test_without_training_levels_all_levels_are_the_test(run):
     row = read_rows(run(env_id="bossfight", total_timesteps=64, eval_interval=5, eval_episodes=2))[0]  # once at the end
-    assert row["eval/test_return"] != "" and row["eval/train_return"] == "" and row["eval/generalization_gap"] == ""
+    assert row["eval/test_return"] != "" and not {"eval/train_return", "eval/generalization_gap"} & set(row)
 
 
 def test_evaluations_come_at_their_interval_and_at_the_end(run, script, monkeypatch):

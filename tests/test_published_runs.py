@@ -72,7 +72,7 @@ def run(tmp_path, monkeypatch):
         if script is ppg_procgen:
             flags["aux_dtype"] = "float32"
         rows = read_rows(train(script, script.Args(**flags), small=False))
-        losses = [[float(row[column] or "nan") for column in columns] for row in rows]
+        losses = [[float(row.get(column) or "nan") for column in columns] for row in rows]
         return {"actions": np.array(actions), "losses": np.array(losses), "projections": np.array(projections)}
 
     return run

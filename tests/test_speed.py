@@ -503,19 +503,19 @@ def test_auxiliary_precision_by_processor(monkeypatch, flags, expected):
     replaced = {Path("/proc/cpuinfo"): f"flags : {flags}\n"}
     monkeypatch.setattr(Path, "read_text", lambda path, *args: replaced.get(path) or read(path, *args))
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    assert ppg_procgen.Args(cuda=False).aux_dtype == expected
-    assert ppg_procgen.Args(cuda=False, aux_dtype="float32").aux_dtype == "float32"
+    assert ppg_procgen.choose_auto(ppg_procgen.Args(cuda=False))["aux_dtype"] == expected
+    assert ppg_procgen.choose_auto(ppg_procgen.Args(cuda=False, aux_dtype="float32"))["aux_dtype"] == "float32"
     monkeypatch.setattr(Path, "exists", lambda path: False)
-    assert ppg_procgen.Args(cuda=False).aux_dtype == "float32"
+    assert ppg_procgen.choose_auto(ppg_procgen.Args(cuda=False))["aux_dtype"] == "float32"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
 def test_auxiliary_precision_of_this_processor():
     expected = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
-    assert ppg_procgen.Args(cuda=False).aux_dtype == expected
+    assert ppg_procgen.choose_auto(ppg_procgen.Args(cuda=False))["aux_dtype"] == expected
 
 
 @pytest.mark.gpu
 def test_auxiliary_precision_of_a_gpu(gpu):
     fast = torch.cuda.get_device_capability() >= (8, 0)
-    assert ppg_procgen.Args().aux_dtype == ("bfloat16" if fast else "float32")
+    assert ppg_procgen.choose_auto(ppg_procgen.Args())["aux_dtype"] == ("bfloat16" if fast else "float32")
