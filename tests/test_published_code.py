@@ -1,7 +1,6 @@
 """Our functions against the numbers of openai/phasic-policy-gradient and openai/baselines (published_code.py)."""
 
 import json
-import math
 from functools import partial
 
 import numpy as np
@@ -31,9 +30,10 @@ def with_weights(agent):
 
 
 def advantages_and_returns(script, data):
-    rewards = script.RewardNormalizer(N, 0.99)(data["rewards"], data["firsts"][:-1].float())
-    advantages = script.compute_gae(rewards, data["values"], data["firsts"].float(), GAMMA, GAE_LAMBDA)
-    return advantages, advantages + data["values"][:-1]
+    rewards, values, firsts = (data[name].numpy() for name in ("rewards", "values", "firsts"))
+    scaled_rewards = script.RewardNormalizer(N, 0.99)(rewards, firsts[:-1].astype(np.float32))
+    advantages = script.compute_gae(scaled_rewards, values, firsts.astype(np.float32), GAMMA, GAE_LAMBDA)
+    return torch.from_numpy(advantages), torch.from_numpy(advantages + values[:-1])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -51,10 +51,13 @@ def test_ppg(name, data):
     args = ppg_procgen.Args(arch=arch, clip_coef=clip_coef, kl_coef=kl_coef, cuda=False)
     batch = {x: data[x] for x in ("obs", "actions", "logprobs")} | {"advantages": advantages, "returns": returns}
     batch = {x: y.transpose(0, 1) for x, y in (batch | {"values": data["values"][:-1]}).items()}  # (N, T, ...)
-    optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-8, fused=True)
+    params = list(agent.parameters())
+    optimizer = torch.optim.Adam(params, LEARNING_RATE, eps=1e-8, fused=True)
     loss = partial(ppg_procgen.policy_phase_loss, agent, args)
     for expected, rows in zip(published["updates"], torch.arange(N).split(N // 2), strict=True):
-        stats = ppg_procgen.update(optimizer, loss, 1, 0.0, **{x: y[rows].flatten(0, 1) for x, y in batch.items()})
+        stats = ppg_procgen.update(
+            optimizer, params, loss, 1, 0.0, **{x: y[rows].flatten(0, 1) for x, y in batch.items()}
+        )
         close(stats["policy_loss"], expected["pg"] + expected["pi_kl"])
         close(stats["entropy"], expected["entropy"])
         close(stats["value_loss"], expected["vf"])
@@ -62,11 +65,11 @@ def test_ppg(name, data):
         if clip_coef > 0:
             assert stats["clipfrac"] == expected["clipfrac"]
 
-    optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-8, fused=True)
+    optimizer = torch.optim.Adam(params, LEARNING_RATE, eps=1e-8, fused=True)
     loss = partial(ppg_procgen.auxiliary_phase_loss, agent, args)
     mb = {"obs": obs, "old_logprobs": old_logprobs, "returns": batch["returns"].flatten()}
     for expected in published["aux_updates"]:
-        stats = ppg_procgen.update(optimizer, loss, 1, 0.0, **mb)
+        stats = ppg_procgen.update(optimizer, params, loss, 1, 0.0, **mb)
         close(stats["kl_loss"], expected["pol_distance"])
         close(stats["aux_value_loss"], expected["vf_aux"])
         close(stats["real_value_loss"], expected["vf_true"])
@@ -83,10 +86,8 @@ def test_ppo(data):
     np.testing.assert_allclose(returns, published["returns"], rtol=1e-6, atol=1e-6)
 
     agent, args = with_weights(ppo_procgen.Agent()), ppo_procgen.Args(cuda=False)
-    optimizer = torch.optim.Adam(agent.parameters(), torch.tensor(LEARNING_RATE), eps=1e-5, fused=True)
-    for parameter in agent.parameters():  # as in train
-        moments = {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
-        optimizer.state[parameter] = {"step": torch.tensor(1e6)} | moments
+    params = list(agent.parameters())
+    optimizer = ppo_procgen.make_tensorflow_adam(params, LEARNING_RATE, torch.device("cpu"))
     batch = {x: data[x] for x in ("obs", "actions", "logprobs")} | {"returns": returns, "values": data["values"][:-1]}
     batch = {x: y.transpose(0, 1).flatten(0, 1) for x, y in batch.items()}
     loss = partial(ppo_procgen.policy_phase_loss, agent, args)
@@ -94,9 +95,8 @@ def test_ppo(data):
         mb = {x: y[k * N * T // 4 : (k + 1) * N * T // 4] for x, y in batch.items()}
         advantages = mb["returns"] - mb["values"]
         mb["advantages"] = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-        correction = math.sqrt(1 - 0.999 ** (k + 1)) / (1 - 0.9 ** (k + 1))
-        optimizer.param_groups[0]["lr"].fill_(LEARNING_RATE * correction)
-        stats = ppo_procgen.update(optimizer, loss, 1, args.max_grad_norm, **mb)
+        ppo_procgen.set_learning_rate(optimizer, LEARNING_RATE, k + 1)
+        stats = ppo_procgen.update(optimizer, params, loss, 1, args.max_grad_norm, **mb)
         names = {"policy_entropy": "entropy", "approxkl": "approx_kl_k2"}
         for name, value in expected.items():
             close(stats[names.get(name, name)], value, err_msg=name)

@@ -30,9 +30,11 @@ ppg_procgen.ProcgenVectorEnv("coinrun", 1).close()
 class SmallCNN(nn.Module):
     """Stands in for ImpalaCNN, which has tests of its own: a run takes a twentieth of the time."""
 
-    def __init__(self) -> None:
+    num_features = 256
+
+    def __init__(self, obs_shape: tuple[int, int, int]) -> None:
         super().__init__()
-        self.dense = nn.Linear(8 * 8 * 3, 256)
+        self.dense = nn.Linear(8 * 8 * 3, self.num_features)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
         return self.dense(obs[:, ::8, ::8].flatten(1) / 255.0).relu()
@@ -44,7 +46,7 @@ class ScriptedGames:
 
     obs_shape, num_actions, rank = (64, 64, 3), 15, 0
 
-    def __init__(self, env_id: str, num_envs: int, mode: str, **options) -> None:
+    def __init__(self, env_id: str, num_envs: int, mode: str, seed: int, **options) -> None:
         self.num_envs, self.t = num_envs, 0
         self.numbers = self.rank * num_envs + np.arange(num_envs)
 
@@ -106,8 +108,8 @@ def install_scripted(script, setattr, num_ranks: int, num_envs: int, rows: dict[
 def install_recording(script, setattr, grads: bool) -> dict[str, list]:
     """Gives lists that fill with a hash of the parameters after each update and, if asked, with the gradients of it."""
 
-    def update(optimizer, *rest, **minibatch):
-        stats, params = original(optimizer, *rest, **minibatch), optimizer.param_groups[0]["params"]
+    def update(optimizer, params, *rest, **minibatch):
+        stats = original(optimizer, params, *rest, **minibatch)
         flat = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in params] if grads else []
         record["grads"].append(torch.cat(flat) if grads else None)
         data = torch.cat([param.detach().flatten() for param in params]).numpy().tobytes()
@@ -152,8 +154,6 @@ def main(name: str, options: dict, flags: list[str]) -> None:
         importlib.reload(script)  # a forked process has read another environment
     if options.get("small", True):
         script.ImpalaCNN = SmallCNN
-    if "launcher" in options:
-        script.LAUNCHER = options["launcher"]
     if "scripted" in options:
         install_scripted(script, setattr, **options["scripted"])
     if "record" in options:
@@ -163,6 +163,7 @@ def main(name: str, options: dict, flags: list[str]) -> None:
         if values.pop("rank", 0) == script.RANK:
             install(script, setattr, **values)
     sys.argv = [sys.argv[0] if "TORCHELASTIC_RUN_ID" in os.environ else f"{name}.py", *flags]
+    sys.orig_argv = ["python", *sys.argv]  # as if it had been started so
     try:
         script.main(script.parse_args())
     except script.UsageError as error:
