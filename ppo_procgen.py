@@ -441,6 +441,8 @@ class ProcgenVectorEnv:
 
     def __init__(self, env_id: str, num_envs: int, mode: str = "easy", seed: int = 0, **options):
         """options: procgen's num_levels, start_level, num_threads, render_mode."""
+        if mode == "exploration":  # has a single level of its own
+            options = {name: x for name, x in options.items() if "level" not in name}
         self.has_gym3 = sys.version_info < (3, 13)  # gym3 has no wheels for later Pythons
         with contextlib.redirect_stderr(io.StringIO()):  # importing gym prints a notice
             procgen = importlib.import_module("procgen" if self.has_gym3 else "procgen_gym.env")
@@ -480,11 +482,9 @@ class ProcgenVectorEnv:
 
 def make_envs(args: Args, cleanup, num_envs: int, seed: int, **options) -> ProcgenVectorEnv:
     """Environments for the run's flags, but for options."""
-    defaults = {"num_threads": args.env_threads}
-    if args.distribution_mode != "exploration":  # it has a single level of its own
-        defaults.update(num_levels=args.num_levels, start_level=args.start_level)
-    mode = args.distribution_mode
-    envs = ProcgenVectorEnv(args.env_id, num_envs, mode, seed, **{**defaults, **options})
+    levels = {"num_levels": args.num_levels, "start_level": args.start_level}
+    options = {**levels, "num_threads": args.env_threads, **options}
+    envs = ProcgenVectorEnv(args.env_id, num_envs, args.distribution_mode, seed, **options)
     cleanup.callback(envs.close)
     return envs
 
@@ -936,9 +936,10 @@ class Checkpoint:
 
 # ---- 8 Evaluation and video ----------------------------------------------------------------------
 @torch.no_grad()
-def evaluate(agent, envs, seed: int, greedy: bool = False, on_step=lambda: None):
+def evaluate(agent, envs, seed: int, greedy: bool = False, on_step=lambda playing: None):
     """One raw return per environment, (num_envs,): counting all episodes would favour short ones.
-    Draws from a generator of its own. Calls on_step after each step."""
+    Draws from its own generator. Calls on_step(playing) after each step; playing (num_envs,) is
+    True where the episode goes on."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     returns = np.zeros(envs.num_envs)
@@ -950,14 +951,14 @@ def evaluate(agent, envs, seed: int, greedy: bool = False, on_step=lambda: None)
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
-        on_step()
+        on_step(playing)
     return returns
 
 
 def record_video(agent: nn.Module, envs, path: Path, seed: int, greedy: bool = False) -> None:
     """Write an mp4 of four rendered environments until each has ended an episode."""
 
-    def add_frame() -> None:
+    def add_frame(_) -> None:
         frames = np.stack(envs.render()).reshape(2, 2, 512, 512, 3)
         mp4.send(np.ascontiguousarray(frames.swapaxes(1, 2)))  # (row, y, column, x, RGB)
 
@@ -1030,26 +1031,31 @@ def check_args(args: Args) -> None:
     is_set = is_set and (NUM_RANKS == 1 or "MASTER_ADDR" in os.environ)
     require(is_set, "RANK, WORLD_SIZE, LOCAL_RANK and the like must be as torchrun sets them")
     may_be_zero = ("seed",)
+    limits = {"total_timesteps": 10**15, "gamma": 1, "gae_lambda": 1, "reward_gamma": 1}
     for name, value in vars(args).items():
         if isinstance(value, int | float) and name != "env_threads":
             is_count = type(value) is int and getattr(Args, name, 0) > 0 and name not in may_be_zero
-            require(int(is_count) <= value < 2**50, f"{name} cannot be {value}")
+            is_fine = int(is_count) <= value <= limits.get(name, 2**31 - 1)
+            require(is_fine, f"{name} cannot be {value}")
     games = GAMES_WITH_MODE.get(args.distribution_mode, [args.env_id])
     require(args.env_id in games, f"only {games} have {args.distribution_mode} mode")
     require(args.start_level + args.num_levels < NUM_LEVELS, f"levels must be below {NUM_LEVELS}")
     require(args.start_level == 0 or args.num_levels > 0, "start_level needs num_levels")
+    has_levels = args.distribution_mode != "exploration" or args.num_levels == 0
+    require(has_levels, "exploration mode has a single level of its own")
+    require(args.clip_coef > 0 or not args.clip_vloss, "clip_vloss needs a clip_coef")
     size = args.batch_size
     require(size % args.num_minibatches == 0, f"num_minibatches must divide {size} samples")
     require(args.num_iterations > 0, f"total_timesteps is less than an iteration of {size} steps")
     num_envs = args.num_envs + (2 * args.eval_episodes if args.eval_interval > 0 else 0)
     rollout = size * math.prod(ProcgenVectorEnv.obs_shape)  # bytes
-    require_memory(1_000_000 * num_envs + rollout, "environments and rollout")
+    require_memory(1_000_000 * num_envs + rollout, "environments and a rollout")
 
 
 def require_memory(num_bytes: float, what: str) -> None:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / LOCAL_WORLD_SIZE
-    sizes = f"{num_bytes / 1e9:,.1f} GB of {memory / 1e9:,.1f} GB"
-    require(num_bytes < memory, f"{what} need {sizes} of memory a rank")
+    sizes = f"{num_bytes / 1e9:,.1f} GB, but a rank has {memory / 1e9:,.1f} GB of memory"
+    require(num_bytes < memory, f"{what} need {sizes}")
 
 
 def choose_auto(args: Args) -> dict:

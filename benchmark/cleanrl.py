@@ -69,7 +69,7 @@ class CountedGames(procgen.env.ProcgenGym3Env):
         return rewards, obs, first
 
     def end_iteration(self) -> None:
-        rewards, dones = (torch.from_numpy(np.stack(x)).float() for x in (self.rewards, self.dones))
+        rewards, dones = (np.stack(x).astype(np.float32) for x in (self.rewards, self.dones))
         self.rewards, self.dones, self.rows = [], [], self.rows + 1
         row = {"iteration": self.rows, "global_step": self.rows * rewards.numel()}
         row |= {"wall_time": time.time() - self.start_time} | self.statistics.update(rewards, dones)

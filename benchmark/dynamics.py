@@ -8,19 +8,20 @@ all easy levels with updates of that size can be laid beside them; only ppo_proc
 """
 
 import json
+import re
 import sys
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, cycle
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, nothing installed
-from benchmark.report import COLOURS, GREYS, STYLE, check_folders, fail, find_run_folders, markdown, read_csv  # noqa: E402
+from benchmark.pictures import COLOURS, LINES, colours, draw_measurements  # noqa: E402
+from benchmark.report import check_folders, escape, fail, find_run_folders, markdown, read_csv  # noqa: E402
 
 REFERENCE = Path(__file__).parent / "reference" / "ppo_easy_updates.csv.gz"
 # published name: our column. approxkl is half the mean squared log-ratio, the estimator k2
@@ -136,25 +137,35 @@ def game_text(runs: dict[str, pd.DataFrame], published: dict[str, pd.DataFrame])
     return text
 
 
-@matplotlib.rc_context(STYLE)
-def draw(runs: dict[str, pd.DataFrame], published: dict[str, pd.DataFrame], path: Path) -> None:
-    """A panel a quantity over updates: published runs grey, ours in colour."""
-    fig = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = fig.subplots(2, 4, sharex=True).flatten()
+def algorithm(folder: str, game: str) -> str:
+    """What a folder's name says besides game, seed and date: runs that share it share a colour on all games' pages."""
+    words = [word for word in re.split("_+", folder) if word != game and not re.match(r"\d", word)]
+    name = "_".join(words)
+    return f"{name}_procgen" if name in ("ppg", "ppo") else name
+
+
+def looks(games: dict[str, dict[str, pd.DataFrame]]) -> dict[str, dict[str, dict]]:
+    """For each game the look of each run: a colour for an algorithm, a line for each run of it."""
+    algorithms = {(game, run): algorithm(Path(run).name, game) for game, runs in games.items() for run in runs}
+    colour_of = colours(sorted(set(algorithms.values())))
+    styles = {}
+    for game, runs in games.items():
+        lines = {name: cycle(LINES) for name in colour_of}
+        names = {run: algorithms[game, run] for run in runs}
+        styles[game] = {run: {"color": colour_of[name], "linestyle": next(lines[name])} for run, name in names.items()}
+    return styles
+
+
+def draw(runs: dict[str, pd.DataFrame], published: dict[str, pd.DataFrame], styles: dict[str, dict]) -> Figure:
+    """A panel a quantity over updates: published runs thin, ours in front."""
     last = max(table.index.max() for table in runs.values())
-    for ax, quantity in zip(axes, QUANTITIES, strict=False):
-        for table in published.values():
-            (grey,) = ax.plot(table[quantity].loc[:last], color=GREYS[1], linewidth=0.7)
-        lines = [
-            ax.plot(table[quantity].dropna(), color=colour, linewidth=1.1)[0]
-            for table, colour in zip(runs.values(), COLOURS * len(runs), strict=False)
-        ]
-        ax.set_title(quantity)
-    for ax in axes[len(QUANTITIES) :]:
-        ax.axis("off")
-    axes[-1].legend([grey, *lines], ["published, 3 runs", *runs], loc="center", fontsize=6)
-    fig.supxlabel("Updates of 16,384 steps", fontsize=8)
-    fig.savefig(path, dpi=200)
+    thin = {"color": COLOURS["PPO (openai/train-procgen)"], "linewidth": 0.8}
+    lines = [("published, 3 runs", table.loc[:last], thin) for table in published.values()]
+    lines += [(name, table, styles[name] | {"linewidth": 1.2}) for name, table in runs.items()]
+    later = "value_loss from update 2"  # that of update 1 is five times as high, and would flatten the rest
+    lines = [(name, table.assign(**{later: table.value_loss.loc[2:]}), style) for name, table, style in lines]
+    columns = [later if name == "value_loss" else name for name in QUANTITIES]
+    return draw_measurements(lines, columns, "Updates of 16,384 steps")
 
 
 def main(args: Args) -> None:
@@ -186,10 +197,16 @@ def main(args: Args) -> None:
         "pair of them, on average; a published run beside the other two (mean, and each of the three).",
         summary_table(known),
     ]
+    styles = looks(known)
     for game, runs in sorted(known.items()):
         published = load_published(game)
-        draw(runs, published, args.out / f"dynamics_{game}.png")
-        text += [f"## {game}", f"![{game}](dynamics_{game}.png)", *game_text(runs, published)]
+        drawn = {name: table for name, table in runs.items() if len(table) > 1}
+        text.append(f"## {game}")
+        if drawn:
+            draw(drawn, published, styles[game]).savefig(args.out / f"dynamics_{game}.png", dpi=200)
+            text.append(f"![{game}](dynamics_{game}.png)")
+        text += [f"Not drawn, as it has one update only: {escape(name)}." for name in runs if name not in drawn]
+        text += game_text(runs, published)
     (args.out / "dynamics.md").write_text("\n\n".join(text + notes) + "\n")
     print(*notes, f"wrote {args.out / 'dynamics.md'}", sep="\n")
 

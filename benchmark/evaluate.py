@@ -57,30 +57,39 @@ class Args:
 
     def __post_init__(self) -> None:
         if self.episodes < 2:
-            raise ValueError(f"a standard error needs at least 2 episodes, not {self.episodes}")
+            raise UsageError(f"a standard error needs at least 2 episodes, not {self.episodes}")
+        if self.episodes > 100_000:
+            raise UsageError(f"--episodes must be at most 100000, not {self.episodes}: procgen leaks 50 kB with each")
+        if not 0 <= self.seed < 2**31:
+            raise UsageError(f"--seed must be from 0 to {2**31 - 1}, not {self.seed}")
 
 
 def load_agent(path: Path) -> tuple[torch.nn.Module, dict]:
     """The agent, and the arguments of its run: none for weights without an args.json beside them."""
-    weights, record = ppg_procgen.load_checkpoint(path), path.with_name("args.json")
+    weights, record, run = ppg_procgen.load_checkpoint(path), path.with_name("args.json"), {}
     try:
-        if "about" in weights:  # a checkpoint
+        if isinstance(weights, dict) and "about" in weights:  # a checkpoint
+            record = path
             weights, run = weights["agent"], weights["about"]["args"]
-        else:
-            run = json.loads(record.read_text())["args"] if record.exists() else {}
+        elif record.exists():
+            run = json.loads(record.read_text())["args"]
+        if not isinstance(run, dict):
+            raise TypeError("its args are no dictionary")
         checks = {"env_id": str, "distribution_mode": str, "start_level": int, "num_levels": int}
         run = {name: kind(run[name]) for name, kind in checks.items() if name in run}
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"{record} is broken: {type(error).__name__}: {error}; move it away, and use --env-id"
-        ) from None
+        if min(run.get("start_level", 0), run.get("num_levels", 0)) < 0:
+            raise ValueError("negative levels")
+    except Exception as error:  # a damaged file can raise almost anything
+        reason = f"{type(error).__name__}: {error}"
+        advice = "" if record == path else "; move it away, and use --env-id"
+        raise UsageError(f"{record} is broken: {reason}{advice}") from None
     try:
         if "encoder.dense.weight" in weights:
             agent = ppo_procgen.Agent()
         else:  # detach and shared have the same weights and play alike
             agent = ppg_procgen.Agent("dual" if "value_encoder.dense.weight" in weights else "shared")
         agent.load_state_dict(weights)
-    except (AttributeError, KeyError, RuntimeError, TypeError):
+    except Exception:  # load_state_dict checks names and shapes, and trusts the rest
         raise UsageError(f"{path} does not hold the weights of a ppg_procgen.py or ppo_procgen.py") from None
     if not all(x.isfinite().all() for x in agent.parameters()):
         raise UsageError(f"{path} holds weights that are not finite")
@@ -93,11 +102,13 @@ def level_range(name: str, start_level: int, num_levels: int) -> range:
     sets = {"all": range(NUM_LEVELS), "train": range(start_level, end_level) if num_levels else range(NUM_LEVELS)}
     if num_levels:
         sets["test"] = range(end_level, NUM_LEVELS)
-    if bounds := re.fullmatch(r"(\d+):(\d+)", name):
+    named = ", ".join(sets)
+    # ten digits: NUM_LEVELS has no more, and int() raises at thousands
+    if bounds := re.fullmatch(r"(\d{1,10}):(\d{1,10})", name):
         sets[name] = range(int(bounds[1]), int(bounds[2]))
     if not (levels := sets.get(name)) or levels[-1] >= NUM_LEVELS:
         why = "; no level is known to be unseen" if name == "test" else ""
-        raise UsageError(f"--levels {name}: not one of {', '.join(sets)}, A:B with A < B <= {NUM_LEVELS}{why}")
+        raise UsageError(f"--levels {name:.40}: not one of {named}, A:B with A < B <= {NUM_LEVELS}{why}")
     return levels
 
 
@@ -131,15 +142,15 @@ def play_set(agent, args: Args, game: str, mode: str, name: str, levels: range, 
     num_batches = math.ceil(args.episodes / BATCH_SIZE)
     size = math.ceil(args.episodes / num_batches)
     chosen = rng.sample(levels, min(args.episodes, len(levels)))
-    options, todo, results = {"mode": mode, "num_threads": ppg_procgen.Args.env_threads}, cycle(chosen), []
+    todo, results = cycle(chosen), []
     progress = tqdm(total=num_batches * size, desc=f"{mode} {name}", unit="episode", disable=None, leave=False)
-    with closing(ProcgenVectorEnv(game, size, **options)) as envs, progress as bar:
+    with closing(ProcgenVectorEnv(game, size, mode)) as envs, progress as bar:
         for _ in range(num_batches):
             starts = [level_start(game, mode, level) for level in islice(todo, size)]
             results.append(play(agent, envs, starts, rng.getrandbits(31), args.greedy, bar))
     if args.video:
         path = out / f"{mode}_{name.replace(':', '-')}.mp4"
-        with closing(ProcgenVectorEnv(game, 4, **options, render=True)) as envs:
+        with closing(ProcgenVectorEnv(game, 4, mode, render_mode="rgb_array")) as envs:
             envs.load_state_dict({"games": [level_start(game, mode, level) for level in islice(cycle(chosen), 4)]})
             ppg_procgen.record_video(agent, envs, path, args.seed, args.greedy)
     return pd.concat(results)[: args.episodes]
@@ -147,10 +158,11 @@ def play_set(agent, args: Args, game: str, mode: str, name: str, levels: range, 
 
 def summarise(returns: pd.Series, worst: float, best: float) -> dict[str, float]:
     """Mean, standard deviation and error, Student's 95 % interval; mean and interval as normalised scores too."""
-    mean, half = returns.mean(), stats.t.ppf(0.975, len(returns) - 1) * returns.sem()
-    summary = {"mean": mean, "low": mean - half, "high": mean + half}
+    mean, stderr = returns.mean(), returns.sem()
+    low, high = stats.t.interval(0.95, len(returns) - 1)  # of standard error 1: scipy gives nan for 0
+    summary = {"mean": mean, "low": mean + low * stderr, "high": mean + high * stderr}
     summary |= {f"score_{name}": (value - worst) / (best - worst) for name, value in summary.items()}
-    return {"episodes": len(returns), "std": returns.std(), "stderr": returns.sem()} | summary
+    return {"episodes": len(returns), "std": returns.std(), "stderr": stderr} | summary
 
 
 def main(args: Args) -> None:
@@ -178,7 +190,8 @@ def main(args: Args) -> None:
     out = args.out or path.parent / "evaluation"
     try:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "episodes.csv").touch()
+        for name in ("episodes.csv", "summary.csv"):
+            open(out / name, "a").close()  # touch() accepts a folder
     except OSError as error:
         raise UsageError(f"--out: {error}") from None
     episodes, summary = [], []

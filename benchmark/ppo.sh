@@ -2,9 +2,8 @@
 # PPO of the published table: 3 games × 3 seeds, 25M steps on all easy levels.
 #     bash benchmark/ppo.sh --gpus 0 1       any flag of benchmark/sweep.py; the same call again continues
 #     TINY=1 bash benchmark/ppo.sh           the same sweep in a few minutes on a CPU, in its own folder
-cd "$(dirname "$0")/.." || exit
-tiny=${TINY:+--num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 256}
+source "$(dirname "$0")/common.sh" || exit
 
-exec python3 benchmark/sweep.py --folder "sweeps/${TINY:+tiny/}ppo" --num-seeds 3 \
-    --env-ids starpilot bossfight bigfish \
-    --command "python3 ppo_procgen.py $tiny" "$@"
+exec python3 benchmark/sweep.py --folder "$sweeps/ppo" --num-seeds 3 \
+    --env-ids $table_games \
+    --command "python3 ppo_procgen.py $tiny_ppo" "$@"

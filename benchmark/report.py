@@ -5,7 +5,8 @@
     python benchmark/report.py --figure2 runs --out report   # the same with our own runs laid over it
 
 A run is a folder with args.json and metrics.csv, as the training scripts write it, or with TensorBoard events only, as
-CleanRL writes it. Runs are grouped by name (algorithm and exp_name), distribution mode and number of levels.
+CleanRL writes it. Runs are grouped by name (exp_name; without one the script and the flags that make it another
+algorithm), distribution mode and number of levels.
 """
 
 import io
@@ -13,26 +14,39 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-import matplotlib
 import numpy as np
 import pandas as pd
 import tyro
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from rliable import library, metrics
 from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.compat.tensorflow_stub.errors import DataLossError, OutOfRangeError
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs from any folder, nothing installed
+from benchmark.pictures import (  # noqa: E402
+    CURVE,
+    GROUP,
+    MIN_SEEDS,
+    NUM_BINS,
+    Group,
+    colours,
+    curve_caption,
+    draw_curves,
+    draw_measurements,
+    draw_profiles,
+    group_titles,
+    ordered_groups,
+    picture,
+)
 
 # Everything works on one long table, `curves`, a row a point: own, name, split, distribution_mode, num_levels, env_id,
-# seed, run, global_step, wall_time, episodic_return. The split is train (training episodes), test (unseen levels) or,
-# for runs of ours, eval_train (an evaluation on the training levels).
+# seed, run, global_step, wall_time, aux_phase, episodic_return. The split is train (training episodes), test (unseen
+# levels) or, for runs of ours, eval_train (an evaluation on the training levels).
 
 REFERENCE = Path(__file__).parent / "reference" / "procgen_curves.csv.gz"
 
@@ -60,51 +74,27 @@ MODES = ("easy", "hard", "extreme", "memory", "exploration")
 OTHER_MINIMA = {"jumper": 3, "leaper": 3}
 OTHER_SUFFIX = " (R_min 3)"
 
+# flags that make another algorithm of a script, with the published values: a run without an exp_name shows the others
+VARIANT_FLAGS = {"arch": "dual", "e_policy": 1, "e_value": 1, "update_epochs": 3}
+VARIANT_FLAGS |= {"clip_coef": 0.2, "kl_coef": 0.0, "aux_interval": 1}
 METRICS = {"charts/mean_return_100": "train", "eval/train_return": "eval_train", "eval/test_return": "test"}
 # arguments that may differ within a group: they tell its runs apart, or do not touch the result
 PER_RUN_ARGS = "env_id seed run_dir resume track capture_video checkpoint_interval env_threads name hardware".split()
 SETTING = ["distribution_mode", "num_levels"]
 
-# Okabe and Ito's colours, safe for the colour-blind; line styles tell the curves apart in black and white
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00"]
-LINES = ["-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1))]  # five to six colours: every pair comes before one returns
-GREYS = ["0.1", "0.45", "0.65"]
-GREY_LINES = [(0, (1, 1)), (0, (8, 2)), (0, (8, 2, 1, 2))]
-STYLE = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "legend.handlelength": 3,
-    "lines.markersize": 2.5,
-    "svg.hashsalt": "report",  # the same data give the same file
-    "text.parse_math": False,  # a name with a dollar is no formula
-}
-NUM_BINS = 100  # points of a drawn curve
 FIGURE2_STEPS = 100e6
 
 AGGREGATE_CAPTION = (
     "Normalised scores of all runs. In brackets: 95 % percentile interval of a bootstrap over seeds, stratified by "
-    "game ({reps} samples; none for a single seed). IQM: interquartile mean. P(improvement): probability that a run "
+    "game ({reps} samples; none below three seeds). IQM: interquartile mean. P(improvement): probability that a run "
     "scores higher than one of the baseline on the same game, averaged over games. Of each game as many seeds "
     "are used as every one has."
 )
-PROFILE_CAPTION = "Performance profile; bands: 95 % intervals of the same bootstrap."
-
-
-class Group(NamedTuple):
-    """What shares a line in a picture and a column in a table."""
-
-    own: bool  # ours, or published
-    name: str
-    split: str
-
-
-GROUP = list(Group._fields)
-CURVE = [*GROUP, "env_id", "seed", "run"]
+PROFILE_CAPTION = "Performance profile; bands: 95 % intervals of the same bootstrap. The axis ends at the best score."
+CELL_TEXT = (
+    "Mean ± sample standard deviation [Student's 95 % interval of the mean] (number of seeds); "
+    "of fewer than three seeds the value of each, for they tell no spread."
+)
 
 
 @dataclass
@@ -142,7 +132,8 @@ def load_references(algorithms: tuple[str, ...]) -> pd.DataFrame:
     curves = curves[curves.algorithm.isin(algorithms)]
     title = curves.algorithm.str[:3].str.upper() + curves.algorithm.str[3:].str.replace("_", " ")
     name = title + " (" + curves.source + ")"
-    return curves.assign(own=False, name=name, seed=curves.run, run=curves.run.astype(str), wall_time=np.nan)
+    curves = curves.assign(own=False, name=name, seed=curves.run, run=curves.run.astype(str))
+    return curves.assign(wall_time=np.nan, aux_phase=False)
 
 
 def find_run_folders(paths: tuple[Path, ...]) -> list[Path]:
@@ -165,28 +156,39 @@ def read_csv(file: Path) -> tuple[pd.DataFrame, list[str]]:
     return table, [f"the last line of {file.name} is incomplete and left out"] if rest else []
 
 
+def run_name(algorithm: str, args: dict) -> str:
+    """exp_name with the algorithm in it. A script's own name says nothing of its flags, so these are added."""
+    name = args["exp_name"]
+    if name == f"{algorithm}_procgen":
+        flags = {flag: args[flag] for flag, value in VARIANT_FLAGS.items() if args.get(flag, value) != value}
+        return " ".join([name, *(f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items())])
+    return name if algorithm in name else f"{algorithm} {name}"
+
+
 def read_metrics(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
     """Arguments, curve, and remarks on the files, of a run of the training scripts."""
     record = json.loads((folder / "args.json").read_text())
     args, algorithm, hardware = record["args"], record["algorithm"], record.get("hardware", {})
-    args["name"] = args["exp_name"] if algorithm in args["exp_name"] else f"{algorithm} {args['exp_name']}"
+    args["name"] = run_name(algorithm, args)
     args["hardware"] = hardware.get("gpu") or f"{hardware.get('cores')} CPU cores"
     table, remarks = read_csv(folder / "metrics.csv")
-    table = table.rename(columns=METRICS)[["global_step", "wall_time", *table.columns.map(METRICS).dropna()]]
-    curve = table.melt(["global_step", "wall_time"], var_name="split", value_name="episodic_return")
+    table["aux_phase"] = table.filter(["losses/aux/kl_loss"]).notna().any(axis=1)
+    point = ["global_step", "wall_time", "aux_phase"]
+    table = table.rename(columns=METRICS)[[*point, *table.columns.map(METRICS).dropna()]]
+    curve = table.melt(point, var_name="split", value_name="episodic_return")
     return args, curve, remarks
 
 
 def is_whole(events: Path) -> bool:
-    """Whether an event file is records to its end, length (8 bytes), checksum (4), data, checksum (4), and none is
-    damaged: TensorBoard stops reading at the first one that is, without a word."""
-    data, end = events.read_bytes(), 0
-    while end < len(data):
-        size = int.from_bytes(data[end : end + 8], "little")
-        record, end = data[end + 12 : end + 12 + size], end + size + 16
-        if end > len(data) or masked_crc32c(record) != int.from_bytes(data[end - 4 : end], "little"):
-            return False
-    return True
+    """Whether an event file can be read to its end. EventAccumulator stops without a word where it cannot."""
+    reader = PyRecordReader_New(str(events))
+    try:
+        while True:
+            reader.GetNext()
+    except OutOfRangeError:
+        return True
+    except DataLossError:
+        return False
 
 
 def read_events(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
@@ -196,12 +198,13 @@ def read_events(folder: Path) -> tuple[dict, pd.DataFrame, list[str]]:
     tag = next((tag for tag in ("charts/mean_return_100", "charts/episodic_return") if tag in tags["scalars"]), None)
     if tag is None:
         raise ValueError("its TensorBoard events hold no charts/episodic_return")
-    points = pd.DataFrame(events.Scalars(tag))
+    points = pd.DataFrame(events.Scalars(tag)).dropna()
     last = 1 if tag == "charts/mean_return_100" else 100
     curve = pd.DataFrame(
         {
             "global_step": points.step,
             "wall_time": points.wall_time - events.FirstEventTimestamp(),
+            "aux_phase": False,
             "split": "train",
             "episodic_return": points.value.rolling(last, min_periods=1).mean(),
         }
@@ -229,9 +232,11 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
             finite = np.isfinite(curve[["global_step", "wall_time"]]).all(axis=1) & ~np.isinf(curve.episodic_return)
             if not finite.all():
                 remarks.append(f"{(~finite).sum()} rows are not finite and left out")
-            curve = curve[finite].dropna(subset="episodic_return")
+            curve = curve[finite]
             if curve.empty:
-                raise ValueError("no episode has finished yet")
+                raise ValueError("no iteration has finished yet")
+            if curve.episodic_return.isna().all():
+                remarks.append("no episode has finished yet: losses and speed only, no return")
             if args["distribution_mode"] not in MODES:  # it becomes part of a file's name
                 raise ValueError(f"{args['distribution_mode']!r} is no distribution mode")
             if args["env_id"] not in RANGES:
@@ -245,6 +250,7 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
         notes += [f"{folder}: {remark}" for remark in remarks]
         runs.append(run)
         keys = ("name", *SETTING, "env_id", "seed", "run")
+        curve = curve.dropna(subset="episodic_return")
         curves.append(curve.assign(own=True, **{key: run[key] for key in keys}))
     if not runs:
         return pd.DataFrame(), pd.DataFrame(columns=[*CURVE, *SETTING, "global_step", "episodic_return"]), notes
@@ -350,136 +356,6 @@ def estimates(scores: dict[str, object], func, reps: int) -> dict[str, list[tupl
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Pictures
-
-
-def ordered_groups(curves: pd.DataFrame) -> list[Group]:
-    """Ours first, train before test."""
-    groups = curves[GROUP].drop_duplicates().sort_values(GROUP, ascending=[False, True, False])
-    return [Group(*row) for row in groups.itertuples(index=False)]
-
-
-def group_titles(groups: list[Group]) -> dict[Group, str]:
-    """The groups' names, with the split where there are several."""
-    several = len({group.split for group in groups}) > 1
-    return {group: f"{group.name}, {group.split} levels" if several else group.name for group in groups}
-
-
-def line_styles(groups: list[Group]) -> dict[Group, dict]:
-    """Colour and line by name, dots for test levels. Published curves are grey where there are curves of ours."""
-    coloured = zip(cycle(COLOURS), cycle(LINES), strict=True)
-    grey = zip(cycle(GREYS), cycle(GREY_LINES), strict=True)
-    any_own, looks, styles = any(group.own for group in groups), {}, {}
-    for group in groups:
-        key = (group.own, group.name)
-        if key not in looks:
-            looks[key] = next(coloured if group.own or not any_own else grey)
-        marker = "o" if group.split == "test" else None
-        styles[group] = {"color": looks[key][0], "linestyle": looks[key][1], "linewidth": 1.3, "marker": marker}
-    return styles
-
-
-def binned(curves: pd.DataFrame, x: str, limit: float, bins: int = NUM_BINS) -> pd.DataFrame:
-    """The runs of a group on one axis: a column a run, a row a bin of x, labelled by the bin's end. Bins without a
-    point are interpolated inside a run, and stay empty outside it."""
-    bin_of_row = np.ceil((curves[x] * bins / limit).round(6)).clip(lower=1)
-    table = curves.assign(bin=bin_of_row).pivot_table(index="bin", columns="run", values="episodic_return")
-    table = table.reindex(np.arange(1, bins + 1)).interpolate(limit_area="inside")
-    return table.set_axis(table.index * limit / bins)
-
-
-def curve_caption(bin_width: str, curves: pd.DataFrame, ended: str = "") -> str:
-    caption = (
-        f"Mean return of the last 100 episodes, averaged in each run over bins of {bin_width}; bins without data are "
-        "interpolated. Line: mean over seeds; band: ± one sample standard deviation. A curve is drawn while more than "
-        f"half of its seeds last; a cross marks where the first of them ends{ended}."
-    )
-    if "test" in set(curves.split):
-        caption += " Dots: unseen levels."
-    if not curves.own.all():
-        caption += " Grey: published curves." if curves.own.any() else ""
-        caption += " Published points are means over many updates, drawn at the middle of these."
-    return caption
-
-
-@matplotlib.rc_context(STYLE)
-def draw_curves(curves: pd.DataFrame, x: str, limit: float) -> Figure:
-    """One panel a game: mean over seeds and a band of one standard deviation, for x from 0 to limit."""
-    window = curves.groupby(CURVE).global_step.diff().fillna(curves.global_step)
-    middle = curves.global_step - window / 2  # a published row is a mean over the steps since the row before it
-    curves = curves.assign(global_step=np.where(curves.own, curves.global_step, middle))
-    curves = curves[curves[x] <= limit]
-    games, groups = sorted(set(curves.env_id)), ordered_groups(curves)
-    titles, styles = group_titles(groups), line_styles(groups)
-    num_columns = min(4, len(games))
-    num_rows = math.ceil(len(games) / num_columns)
-    panel_height = 1.4 if num_columns == 4 else 2
-    size = (max(3.5, 1.75 * num_columns), panel_height * num_rows + 0.4 + 0.08 * len(groups))  # inches, as printed
-    fig = Figure(figsize=size, layout="constrained")
-    axes = fig.subplots(num_rows, num_columns, sharex=True, squeeze=False)
-    if x == "global_step":
-        unit, scale = ("millions", 1e6) if limit >= 1e6 else ("thousands", 1e3)
-    else:
-        unit, scale = ("hours", 3600) if limit >= 7200 else ("minutes", 60)
-    panels = dict(list(curves.groupby(["env_id", *GROUP])))
-    for ax, game in zip(axes.flat, games, strict=False):
-        for group in reversed([group for group in groups if (game, *group) in panels]):  # ours over the published ones
-            table, style = binned(panels[(game, *group)], x, limit), styles[group]
-            table = table.set_axis(table.index / scale)
-            num_runs = table.count(axis=1)
-            if x == "wall_time":  # a run that has ended keeps its last value, else the mean jumps when a fast seed ends
-                table = table.ffill()
-            table = table[num_runs > table.shape[1] / 2]
-            if table.empty:
-                continue
-            mean, spread = table.mean(axis=1), table.std(axis=1)
-            if len(mean) == 1:
-                style = style | {"marker": "o"}  # a line of one point cannot be seen
-            ax.fill_between(mean.index, mean - spread, mean + spread, color=style["color"], alpha=0.2, linewidth=0)
-            ax.plot(mean, **style, markevery=((len(mean) - 1) % 8, 8))
-            first_end = num_runs.index[num_runs == num_runs.max()][-1]
-            if first_end < mean.index[-1]:
-                ax.plot(first_end, mean[first_end], "x", color=style["color"], markersize=5)
-        ax.set_title(game)
-        ax.set_xlim(0, limit / scale)
-        ax.locator_params(nbins=4)
-    for ax in axes.flat[len(games) :]:
-        ax.remove()
-    for ax in axes.flat[len(games) - num_columns : len(games)]:  # the lowest panel of each column
-        ax.tick_params(labelbottom=True)
-    fig.supxlabel(f"Environment steps ({unit})" if x == "global_step" else f"Wall-clock time ({unit})", fontsize=8)
-    fig.supylabel("Episodic return", fontsize=8)
-    lines = [Line2D([], [], label=titles[group], **styles[group]) for group in groups]
-    fig.legend(handles=lines, loc="outside upper center", ncols=2 if num_columns > 2 else 1)
-    return fig
-
-
-def share_above(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-    """What rliable computes by default, but for all thresholds at once, which is 20 times faster."""
-    return (scores[..., None] > thresholds).mean(axis=(0, 1))
-
-
-@matplotlib.rc_context(STYLE)
-def draw_profiles(matrices: dict[Group, np.ndarray], reps: int) -> Figure:
-    """rliable's performance profiles: the share of runs, over all games, whose score lies above each threshold."""
-    thresholds = np.linspace(0, max(1, *(matrix.max() for matrix in matrices.values())), 101)
-    np.random.seed(0)  # as in estimates
-    profiles, intervals = library.create_performance_profile(
-        matrices, thresholds, custom_profile_func=share_above, reps=reps
-    )
-    titles, styles = group_titles(list(matrices)), line_styles(list(matrices))
-    fig = Figure(figsize=(3.5, 2.4 + 0.15 * len(matrices)), layout="constrained")
-    ax = fig.subplots()
-    for group, matrix in matrices.items():
-        if len(matrix) > 1:  # a bootstrap over a single seed knows no spread
-            ax.fill_between(thresholds, *intervals[group], color=styles[group]["color"], alpha=0.2, linewidth=0)
-        ax.plot(thresholds, profiles[group], **styles[group], markevery=8, label=titles[group])
-    ax.set(xlabel="Normalised score τ", ylabel="Fraction of runs with score > τ", ylim=(0, 1), xlim=(0, thresholds[-1]))
-    fig.legend(loc="outside upper center")
-    return fig
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The report
 
 
@@ -498,18 +374,14 @@ def setting_title(mode: str, num_levels: int) -> str:
     return f"{mode}, {levels}"
 
 
-def mean_sd(values: pd.Series, digits: int) -> str:
-    spread = f" ± {values.std():.{digits}f}" if len(values) > 1 else ""
-    return f"{values.mean():.{digits}f}{spread} ({len(values)})"
-
-
-def mean_interval(values: pd.Series, digits: int) -> str:
-    """Mean and Student's 95 % interval of the mean."""
-    if len(values) == 1:
-        return mean_sd(values, digits)
+def seeds_cell(values: pd.Series, digits: int) -> str:
+    """What CELL_TEXT says. scipy's t.interval would be nan where all seeds have the same value."""
+    mean, number = f"{values.mean():.{digits}f}", f"({len(values)})"
+    if len(values) < MIN_SEEDS:
+        return f"{', '.join(f'{value:.{digits}f}' for value in values)} {number}"
     half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
     low, high = values.mean() - half, values.mean() + half
-    return f"{values.mean():.{digits}f} [{low:.{digits}f}, {high:.{digits}f}] ({len(values)})"
+    return f"{mean} ± {values.std():.{digits}f} [{low:.{digits}f}, {high:.{digits}f}] {number}"
 
 
 def escape(text: object) -> str:
@@ -524,12 +396,12 @@ def markdown(header: list[str], rows: list[list[object]]) -> str:
 
 def interval(estimate: tuple[float, float, float], num_seeds: int) -> str:
     point, low, high = estimate
-    return f"{point:.3f} [{low:.3f}, {high:.3f}]" if num_seeds > 1 else f"{point:.3f}"  # one seed knows no spread
+    return f"{point:.3f} [{low:.3f}, {high:.3f}]" if num_seeds >= MIN_SEEDS else f"{point:.3f}"
 
 
-def game_table(values: pd.DataFrame, column: str, digits: int, cell: Callable = mean_sd) -> str:
+def game_table(values: pd.DataFrame, column: str, digits: int) -> str:
     titles = group_titles(ordered_groups(values))
-    cells = values.groupby(["env_id", *GROUP])[column].agg(cell, digits=digits)
+    cells = values.groupby(["env_id", *GROUP])[column].agg(seeds_cell, digits=digits)
     rows = [[game, *(cells.get((game, *group), "") for group in titles)] for game in sorted(set(values.env_id))]
     return markdown(["game", *titles.values()], rows)
 
@@ -540,7 +412,7 @@ def gap_table(values: pd.DataFrame) -> str:
     pairs = values.pivot(index=["own", "name", "env_id", "run"], columns="split", values="episodic_return")
     pairs = pairs.reindex(columns=["train", "test"]).dropna().assign(gap=lambda pair: pair.train - pair.test)
     rows = [
-        [name, game, *(mean_sd(group[column], 2) for column in pairs)]
+        [name, game, *(seeds_cell(group[column], 2) for column in pairs)]
         for (_, name, game), group in sorted(pairs.groupby(["own", "name", "env_id"]), key=lambda item: not item[0][0])
     ]
     return markdown(["group", "game", "training levels", "unseen levels", "gap"], rows)
@@ -565,14 +437,6 @@ def aggregate_table(matrices: dict[str, dict[Group, np.ndarray]], baseline: str,
     return markdown(["group", "seeds", *columns, "P(improvement)"], list(rows.values()))
 
 
-@matplotlib.rc_context(STYLE)
-def picture(fig: Figure, path: Path, caption: str) -> str:
-    """Save as PNG and SVG; returns the Markdown that shows it."""
-    fig.savefig(path.with_suffix(".png"), dpi=200)
-    fig.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-    return f"![{path.name}]({path.name}.png)\n\n*{caption}*"
-
-
 def report_curves(args: Args, slug: str, runs: pd.DataFrame, curves: pd.DataFrame, at_step: set[str]) -> list[str]:
     """Return over steps, with the published curves, and over time. at_step: the runs of the table at equal steps."""
     own = curves[curves.own]
@@ -588,9 +452,9 @@ def report_curves(args: Args, slug: str, runs: pd.DataFrame, curves: pd.DataFram
         whole = runs[runs.run.isin(at_step)] if at_step else runs
         seconds = 3600 * whole.groupby("name").hours.median().min()
         text += [
-            f"Return after {time_text(seconds)}, the median time of the fastest group's runs: mean and Student's 95 % "
-            "interval over seeds (number of seeds). A run that ended before counts with its last value.",
-            game_table(value_at_time(own, seconds, 0.05 * seconds), "episodic_return", 2, mean_interval),
+            f"Return after {time_text(seconds)}, the median time of the fastest group's runs. A run that ended before "
+            f"counts with its last value. {CELL_TEXT}",
+            game_table(value_at_time(own, seconds, 0.05 * seconds), "episodic_return", 2),
         ]
     return text
 
@@ -640,10 +504,8 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame) -> tupl
         f"### Return at {steps_text(step)} steps",
         "Mean return of the last 100 episodes, averaged in each run over the steps from "
         f"{steps_text(step - window)} to {steps_text(step)}; a curve without a row there counts with the last before. "
-        "Mean ± sample standard deviation over seeds (number of seeds).",
+        f"{CELL_TEXT}",
         game_table(shown, "episodic_return", 2),
-        "The same with Student's 95 % interval of the mean:",
-        game_table(shown, "episodic_return", 2, mean_interval),
     ]
     if "test" in set(shown.split):
         text.append("Test levels of our runs: mean return of an evaluation's episodes, one in each environment.")
@@ -670,20 +532,37 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame) -> tupl
     return text, notes
 
 
+def report_smoke_runs(args: Args, runs: pd.DataFrame) -> list[str]:
+    """Losses and speed of the runs that have no return yet."""
+    colour_of, names, lines = colours(runs.name), [], []
+    for run in runs.itertuples():
+        names.append(f"{run.name} {run.env_id} seed {run.seed}")
+        table = read_csv(Path(run.run) / "metrics.csv")[0].set_index("global_step")
+        table = table.filter(regex="^losses/|^charts/SPS$").dropna(axis=1, how="all")
+        table = table.rename(columns=lambda name: name.removeprefix("losses/"))
+        lines.append((names[-1], table, {"color": colour_of[run.name], "linewidth": 1.1, "marker": "o"}))
+    columns = list(dict.fromkeys(column for _, table, _ in lines for column in table))
+    return [
+        "## Runs without a return",
+        "No episode of these runs has finished yet: " + escape(", ".join(names)) + ".",
+        picture(draw_measurements(lines, columns, "Environment steps"), args.out / "smoke", "Losses and steps/s."),
+    ]
+
+
 def report(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, references: pd.DataFrame, notes: list[str]) -> Path:
     """Write report.md and its pictures; returns the page and adds to the notes."""
     header = ["name", "levels", "games", "seeds", "runs", "last step", "time a run", "steps/s", "hardware"]
-    rows = [
-        [name, setting_title(*setting), group.env_id.nunique(), group.seed.nunique(), len(group)]
-        + [
-            f"{steps_text(group.last_step.min())} to {steps_text(group.last_step.max())}",
-            time_text(3600 * group.hours.median()),
-        ]
-        + [f"{(group.last_step / group.hours).median() / 3600:,.0f}", ", ".join(group.hardware.unique())]
-        for (name, *setting), group in runs.groupby(["name", *SETTING])
-    ]
+    rows = []
+    for (name, *setting), group in runs.groupby(["name", *SETTING]):
+        counts = [group.env_id.nunique(), group.seed.nunique(), len(group)]
+        steps = f"{steps_text(group.last_step.min())} to {steps_text(group.last_step.max())}"
+        speed = f"{(group.last_step / group.hours).median() / 3600:,.0f}"
+        hardware = ", ".join(group.hardware.unique())
+        hours = group.hours.median()
+        rows.append([name, setting_title(*setting), *counts, steps, time_text(3600 * hours), speed, hardware])
     text = ["# Training runs", markdown(header, rows), "Time and steps/s: medians over the runs."]
-    for (mode, num_levels), setting_runs in runs.groupby(SETTING):
+    has_return = runs.run.isin(curves.run)
+    for (mode, num_levels), setting_runs in runs[has_return].groupby(SETTING):
         own = curves[curves.run.isin(setting_runs.run)]
         published = references[(references.distribution_mode == mode) & (references.num_levels == num_levels)]
         both = pd.concat([own, published[published.env_id.isin(own.env_id)]])
@@ -693,6 +572,8 @@ def report(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, references: pd.
             setting_text, setting_notes = [], [f"{setting_title(mode, num_levels)}: not drawn: {error!r}"]
         text += setting_text
         notes += setting_notes
+    if not has_return.all():
+        text += report_smoke_runs(args, runs[~has_return])
     names = {*runs.name, *references.name}
     if not any(args.baseline.lower() in name.lower() for name in names):
         notes.append(f"no probabilities of improvement: no group is named {args.baseline!r}")

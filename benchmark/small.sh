@@ -12,14 +12,14 @@ if [ "$1" = --baseline ]; then
     baseline=$(realpath -e "$2") || exit 2
     shift 2
 fi
-cd "$(dirname "$0")/.." || exit
+source "$(dirname "$0")/common.sh" || exit
 cores=$(env -u OMP_NUM_THREADS nproc)
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
 games="starpilot:0 dodgeball:0 ninja:10"  # game:level
 sizes="--num-levels 1 --num-envs 16 --num-steps 64 --num-minibatches 4 --gamma 0.99 --total-timesteps 32768"
 phases="--n-iteration 8 --num-aux-rollouts 4 --e-auxiliary 2"
 if [ "$TINY" ]; then
-    sizes="--num-levels 1 --num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 256"
+    sizes="--num-levels 1 $tiny_ppo"
     phases="--n-iteration 2 --num-aux-rollouts 2"
 fi
 if [ "$baseline" ]; then
@@ -37,7 +37,7 @@ for game in $games; do
     if [ "$baseline" ]; then
         commands+=("${python@Q} benchmark/cleanrl.py ${script@Q} $flags $phases --exp-name cleanrl_ppg")
     fi
-    python3 benchmark/sweep.py --folder "sweeps/${TINY:+tiny/}small/${game%:*}" --num-seeds 5 --workers "$cores" \
+    python3 benchmark/sweep.py --folder "$sweeps/small/${game%:*}" --num-seeds 5 --workers "$cores" \
         --env-ids "${game%:*}" --command "${commands[@]}" "$@"
     code=$?
     [ $code -le 1 ] || exit $code  # stopped, or bad flags; if runs have failed, go on with the other games

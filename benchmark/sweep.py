@@ -21,7 +21,6 @@ import argparse
 import csv
 import ctypes
 import fcntl
-import functools
 import json
 import os
 import platform
@@ -31,34 +30,31 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 import tyro
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
 
-NAME = r"[a-zA-Z0-9.-]+(_[a-zA-Z0-9.-]+)*"  # part of a run's name: "__" inside could make two names collide
+LABEL = "[a-zA-Z0-9.-]+(?:_[a-zA-Z0-9.-]+)*"  # part of a run's name: "__" inside could make two names collide
 OWN_FLAGS = ("env_id", "seed", "run_dir", "resume")  # what the sweep itself gives to each run
 PACKAGES = ("torch", "numpy", "gym3", "procgen", "procgen-mirror", "procgen-gym")
 
 
-class SurvivingConsole(Console):
-    def on_broken_pipe(self) -> None:
-        """The reader of our lines has gone (| head). rich would exit here, and stop the runs without a reason."""
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-console = SurvivingConsole(highlight=False, markup=False, emoji=False)
 libc = ctypes.CDLL(None)
+
+
+class UsageError(Exception):
+    """The request cannot be served: one line, exit code 2."""
+
+
+def require(condition: object, message: str) -> None:
+    if not condition:
+        raise UsageError(message)
 
 
 class Command:
@@ -66,19 +62,20 @@ class Command:
 
     def __init__(self, text: str):
         self.text = text
-        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        for name in ("exp_name", "total_timesteps", *OWN_FLAGS):
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        for name in ("exp_name", *OWN_FLAGS):
             parser.add_argument(f"--{name.replace('_', '-')}", f"--{name}")
-        flags, self.argv = parser.parse_known_args(shlex.split(text))
-        if own := [f"--{name.replace('_', '-')}" for name in OWN_FLAGS if getattr(flags, name) is not None]:
-            raise ValueError(f"{' '.join(own)} in --command {text!r}: the sweep sets that for each run")
-        script = next((word for word in self.argv if word.endswith(".py")), self.argv[0] if self.argv else "")
+        parser.add_argument("--total-timesteps", "--total_timesteps", type=int, default=0)  # 0: the script's default
+        try:
+            flags, self.argv = parser.parse_known_args(shlex.split(text))
+        except (argparse.ArgumentError, ValueError) as error:
+            raise UsageError(f"--command {text!r}: {error}") from None
+        own = [f"--{name.replace('_', '-')}" for name in OWN_FLAGS if getattr(flags, name) is not None]
+        require(not own, f"{' '.join(own)} in --command {text!r}: the sweep sets that for each run")
+        require(self.argv, f"--command {text!r} does not begin with a program that exists")
+        script = next((word for word in self.argv if word.endswith(".py")), self.argv[0])
         self.exp_name = flags.exp_name or Path(script).stem
-        self.total_timesteps = int(flags.total_timesteps or 0)  # 0: the script's own default
-
-    def continues(self, old: "Command") -> bool:
-        """Whether it may go on with runs of `old`: only the budget may differ, and only grow."""
-        return self.argv == old.argv and self.total_timesteps >= old.total_timesteps
+        self.total_timesteps = flags.total_timesteps
 
 
 @dataclass
@@ -101,6 +98,8 @@ class Args:
     """further attempts at a run that failed; bad arguments (exit code 2) are not tried again"""
     retry_delay: float = 10.0
     """seconds before a further attempt"""
+    report_interval: float = 60.0
+    """seconds between lines that say how the runs stand"""
     grace: float = 60.0
     """seconds that runs have to end at a safe point when the sweep is stopped, before they are killed"""
     dry_run: bool = False
@@ -114,48 +113,37 @@ class Args:
     def __post_init__(self):
         parsed = [Command(text) for text in self.command]
         self.commands = {command.exp_name: command for command in parsed}
-        if len(self.commands) < len(parsed) or len(set(self.env_ids)) < len(self.env_ids):
-            raise ValueError("runs must differ in name: name each game once, and give each command its own --exp-name")
+        is_unique = len(self.commands) == len(parsed) and len(set(self.env_ids)) == len(self.env_ids)
+        require(is_unique, "runs must differ in name: name each game once, and give each command its own --exp-name")
         for command in parsed:
-            if not command.argv or shutil.which(command.argv[0]) is None:
-                raise ValueError(f"--command {command.text!r} does not begin with a program that exists")
+            message = f"--command {command.text!r} does not begin with a program that exists"
+            require(shutil.which(command.argv[0]), message)
         for label in (*self.env_ids, *self.commands):
-            if not re.fullmatch(NAME, label):
-                raise ValueError(f"{label!r} cannot be part of a run's name, ENV__EXP__SEED")
-        if bool(self.env_ids) != bool(self.command):
-            raise ValueError("--env-ids and --command go together")
-        if self.folder is None:
-            if not parsed:
-                raise ValueError("give --env-ids and --command, or the --folder of a sweep to continue")
-            self.folder = Path("sweeps") / parsed[0].exp_name
-        if self.index is not None and (self.command or self.slurm):
-            raise ValueError("--index takes a run of --folder, and goes with neither --command nor --slurm")
-        if self.num_seeds < 1 or (self.workers is not None and self.workers < 1):
-            raise ValueError("--num-seeds and --workers must be at least 1")
-        for name in ("retries", "retry_delay", "grace", "start_seed"):
-            if not 0 <= getattr(self, name) < 2**31:  # nan is neither
-                raise ValueError(f"--{name.replace('_', '-')} must be zero or positive, not {getattr(self, name)}")
+            require(re.fullmatch(LABEL, label), f"{label!r} cannot be part of a run's name, ENV__EXP__SEED")
+        require(bool(self.env_ids) == bool(self.command), "--env-ids and --command go together")
+        require(self.folder or parsed, "give --env-ids and --command, or the --folder of a sweep to continue")
+        self.folder = self.folder or Path("sweeps") / parsed[0].exp_name
+        is_alone = self.index is None or not (self.command or self.slurm)
+        require(is_alone, "--index takes a run of --folder, and goes with neither --command nor --slurm")
+        for count in (self.num_seeds, 1 if self.workers is None else self.workers):
+            require(1 <= count <= 10_000, f"--num-seeds and --workers must be at least 1, at most 10000, not {count}")
+        for name in ("retries", "retry_delay", "report_interval", "grace", "start_seed"):
+            value = getattr(self, name)
+            is_good = 0 <= value < 2**31  # nan is neither
+            require(is_good, f"--{name.replace('_', '-')} must be zero or positive, not {value}")
 
 
 class Progress(NamedTuple):
-    args: dict
     iteration: int
-    steps: int
-    mean_return: float
-    steps_per_second: float
-
-    def cells(self) -> tuple[str, ...]:
-        total = self.args["num_iterations"] * self.args["batch_size"] * self.args.get("num_ranks", 1)
-        left = f"{timedelta(seconds=int((total - self.steps) / self.steps_per_second))} left"
-        return f"{self.steps:,} steps", f"{self.steps / total:.0%}", f"return {self.mean_return:.2f}", left
+    num_iterations: int
+    budget: int
+    text: str  # for people
 
 
 @dataclass(eq=False)
 class Run:
     folder: Path
     name: str
-    env_id: str
-    seed: int
     command: Command
     attempt: int = 0
     not_before: float = 0.0  # time.monotonic() of the next attempt
@@ -167,39 +155,47 @@ class Run:
         self.log_file = self.folder / "logs" / f"{self.name}.log"
         self.state_file = self.folder / "state" / f"{self.name}.json"
 
-    def progress(self) -> Progress | None:
-        """Where the run stands by its own files; None before the first row, or where they cannot be read."""
-        try:
-            args = read_json(self.run_dir / "args.json")["args"]
-            with open(self.run_dir / "metrics.csv", newline="") as file:
-                # A line without its end is being written, or was when the run was killed.
-                lines = [line for line in file if line.endswith("\n")]
-            (row,) = csv.DictReader([lines[0], lines[-1]])
-            mean_return = float(row["charts/mean_return_100"] or "nan")  # blank before the first episode ends
-            return Progress(args, int(row["iteration"]), int(row["global_step"]), mean_return, float(row["charts/SPS"]))
-        except (OSError, LookupError, TypeError, ValueError, csv.Error):
-            return None
+    def progress(self) -> Progress:
+        """Where the run stands by its own files. Raises almost anything before the first row, or if they are odd."""
+        args = json.loads((self.run_dir / "args.json").read_text())["args"]
+        with open(self.run_dir / "metrics.csv", newline="") as file:
+            # A line without its end is being written, or was when the run was killed.
+            lines = [line for line in file if line.endswith("\n")]
+        (row,) = csv.DictReader([lines[0], lines[-1]])
+        iteration = int(row["iteration"])
+        step = int(row["global_step"])
+        num_iterations = int(args["num_iterations"])
+        total = num_iterations * int(args["batch_size"]) * int(args.get("num_ranks", 1))
+        left = timedelta(seconds=int((total - step) / float(row["charts/SPS"])))
+        mean_return = float(row["charts/mean_return_100"] or "nan")  # blank before the first episode ends
+        text = f"{step:,} steps, {step / total:.0%}, return {mean_return:.2f}, {left} left"
+        return Progress(iteration, num_iterations, int(args["total_timesteps"]), text)
 
-    def is_whole(self) -> bool:
-        """Whether metrics.csv has the run's last iteration, and the run has the command's budget."""
-        at = self.progress()
-        complete = at is not None and at.iteration == at.args["num_iterations"]
-        return complete and at.args["total_timesteps"] >= self.command.total_timesteps
+    def shortfall(self) -> str | None:
+        """What the run lacks, by its own files, to be whole: the last iteration, of the command's budget."""
+        try:
+            at = self.progress()
+        except Exception as error:  # odd files can raise almost anything, and must not end the other runs
+            return f"args.json or metrics.csv cannot be read: {type(error).__name__}: {error}"
+        if at.iteration != at.num_iterations:
+            return f"metrics.csv ends at iteration {at.iteration} of {at.num_iterations}"
+        if at.budget < self.command.total_timesteps:
+            return f"args.json has {at.budget} timesteps of {self.command.total_timesteps}"
+        return None
 
     def next_step(self) -> str:
         """A run is finished when it said so by exit code 0 and its metrics agree; one that only looks whole is resumed,
         and says at once that nothing is left to do."""
-        try:
-            state = read_json(self.state_file).get("state")
-        except (OSError, ValueError, AttributeError):  # cut by a full disk: then the run itself says how far it is
-            state = None
-        if state == "finished" and self.is_whole():
+        state = None
+        with suppress(Exception):  # missing, or cut by a full disk: then the run itself says how far it is
+            state = json.loads(self.state_file.read_text())["state"]
+        if state == "finished" and self.shortfall() is None:
             return "skip"
-        return "resume" if (self.run_dir / "checkpoint.pt").exists() else "start"
+        return "resume" if os.path.exists(self.run_dir / "checkpoint.pt") else "start"
 
     def argv(self) -> list[str]:
-        argv = [*self.command.argv, "--env-id", self.env_id, "--seed", str(self.seed)]
-        argv += ["--exp-name", self.command.exp_name]
+        env_id, exp_name, seed = self.name.split("__")
+        argv = [*self.command.argv, "--env-id", env_id, "--seed", seed, "--exp-name", exp_name]
         if self.command.total_timesteps:
             argv += ["--total-timesteps", str(self.command.total_timesteps)]
         return argv + ["--run-dir" if self.next_step() == "start" else "--resume", str(self.run_dir)]
@@ -217,7 +213,7 @@ class Run:
             if self.next_step() == "start" and self.run_dir.exists():  # stopped before its first checkpoint
                 self.run_dir.rename(self.folder / "aside" / f"{self.name}.{datetime.now():%Y%m%d-%H%M%S-%f}")
             argv = self.argv()
-            log.write(f"=== {datetime.now():%Y-%m-%d %H:%M:%S} {platform.node()}: {shlex.join(argv)}\n".encode())
+            log.write(os.fsencode(f"=== {datetime.now():%F %T} {platform.node()}: {shlex.join(argv)}\n"))
             environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # or a killed run's last words are lost
             if slot is not None:
                 environment["CUDA_VISIBLE_DEVICES"] = slot
@@ -228,7 +224,7 @@ class Run:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the terminal's Ctrl-C reaches the sweep alone, which stops its runs in order
-                preexec_fn=die_with_sweep if sys.platform == "linux" else None,
+                preexec_fn=die_with_sweep,
             )
         self.write_state("running")
 
@@ -240,24 +236,24 @@ class Run:
         """Why the ended process has not finished its run; None if it has."""
         code = self.process.returncode
         if code == 0:
-            at = self.progress()
-            end = f"at iteration {at.iteration} of {at.args['num_iterations']}" if at else "before iteration 1"
-            return None if self.is_whole() else f"exit code 0, but metrics.csv ends {end}"
+            shortfall = self.shortfall()
+            return shortfall and f"exit code 0, but {shortfall}"
         with suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
         with suppress(ValueError):
             return f"stopped by {signal.Signals(code - 128).name}"
-        with open(self.log_file, "rb") as log:
-            log.seek(-min(4096, log.seek(0, os.SEEK_END)), os.SEEK_END)
-            output = log.read(4096).decode(errors="replace").rpartition("=== ")[2].partition("\n")[2]
+        try:
+            output = self.log_file.read_text(errors="replace").rpartition("=== ")[2].partition("\n")[2]
+        except OSError as error:
+            output = str(error)
         output = re.sub("[│─╭╮╰╯]", "", output).strip()  # tyro frames its messages
         words = output if code == 2 else output.rpartition("\n")[2]  # the whole message, or a traceback's last line
-        return f"exit code {code}: {textwrap.shorten(words, 200)}"
+        return f"exit code {code}: {' '.join(words.split())[:200]}"
 
     def write_state(self, state: str, reason: str | None = None):
         content = {"state": state, "reason": reason, "attempt": self.attempt, "gpu": self.slot}
         try:
-            write_json(self.state_file, content | where_and_when())
+            write_json(self.state_file, content)
         except OSError as error:  # a full disk must not end the other runs, and what counts is in the run's folder
             say(f"{self.name}: cannot write its state: {error}")
 
@@ -270,20 +266,10 @@ def die_with_sweep():
 
 
 def say(text: str):
-    with suppress(OSError):  # the terminal is gone, or the disk is full: no reason to end the runs
-        console.print(f"{datetime.now():%m-%d %H:%M:%S} {text}", soft_wrap=True)
-
-
-def refuse(reason: str):
-    print(f"sweep.py: {reason}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def read_json(path: Path) -> dict:
     try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        return {}
+        print(f"{datetime.now():%m-%d %H:%M:%S} {text}", flush=True)
+    except OSError:  # the reader is gone (| head), or the terminal, or the disk is full: no reason to end the runs
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def write_json(path: Path, content: dict):
@@ -295,18 +281,17 @@ def write_json(path: Path, content: dict):
     temporary.replace(path)
 
 
-@functools.cache
-def git_commit() -> str | None:
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-    except FileNotFoundError:
-        return None
-
-
-def where_and_when() -> dict:
+def about_this_call() -> dict:
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commit, versions = None, {}
+    with suppress(OSError):  # there is no git
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    return {"time": now, "host": platform.node(), "commit": git_commit()}
+    about = {"time": now, "host": platform.node(), "commit": commit}
+    return about | {"python": platform.python_version(), "versions": versions}
 
 
 def gpu_slots(args: Args) -> list[str | None]:
@@ -316,48 +301,66 @@ def gpu_slots(args: Args) -> list[str | None]:
     elif gpus is None and shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
         found = subprocess.run(query, capture_output=True, text=True)
-        if found.returncode != 0:  # a broken driver must not send the runs to the CPU
-            refuse(
-                f"nvidia-smi fails: {' '.join((found.stdout + found.stderr).split())}; --gpus names the GPUs, or none"
-            )
+        message = " ".join((found.stdout + found.stderr).split())
+        # A broken driver must not send the runs to the CPU.
+        require(found.returncode == 0, f"nvidia-smi fails: {message}; --gpus names the GPUs, or none")
         gpus = tuple(found.stdout.split())
     if not gpus:
         return [None if gpus is None else ""] * (args.workers or 1)
-    if args.workers and args.workers > len(gpus) and not args.slurm:  # which has GPUs elsewhere
-        refuse(f"--workers {args.workers} on GPUs {' '.join(gpus)}: to share a GPU, name it twice, as in --gpus 0 0")
-    return list(gpus[: args.workers])
+    workers = args.workers or len(gpus)
+    message = f"--workers {workers} on GPUs {' '.join(gpus)}: to share a GPU, name it twice, as in --gpus 0 0"
+    require(workers <= len(gpus), message)
+    return list(gpus[:workers])
 
 
 def lock_folder(args: Args):
     """The kernel lets go of the lock when the process ends, however it ends. Array tasks share the lock with one
     another, since each locks its own run, but not with a sweep."""
-    lock = open(args.folder / "lock", "a+")
+    for name in ("runs", "logs", "state", "aside"):
+        (args.folder / name).mkdir(parents=True, exist_ok=True)
+    lock = open(args.folder / "lock", "a+", errors="replace")
     try:
         fcntl.flock(lock, (fcntl.LOCK_EX if args.index is None else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        refuse(f"another sweep is at work in {args.folder}: {lock.read().strip()}")
+        raise UsageError(f"another sweep is at work in {args.folder}: {' '.join(lock.read().split())}") from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {platform.node()}\n")
     lock.flush()
     return lock
 
 
+def read_sweep(path: Path) -> dict:
+    """The content of sweep.json, which is checked because people edit it."""
+    if not os.path.exists(path):
+        return {"commands": {}, "runs": {}, "calls": []}
+    try:
+        sweep = json.loads(path.read_text())
+        for exp_name, text in sweep["commands"].items():
+            is_command = isinstance(text, str) and Command(text).exp_name == exp_name
+            require(is_command, f"{text!r} is no command of {exp_name!r}")
+        for name, run in sweep["runs"].items():
+            parts = re.fullmatch(f"({LABEL})__({LABEL})__([0-9]+)", name)
+            require(parts and parts[2] in sweep["commands"], f"{name!r} is no run of a sweep")
+            expected = {"env_id": parts[1], "exp_name": parts[2], "seed": int(parts[3])}
+            require(run == expected, f"{name!r} has {run}, not {expected}")
+        calls = sweep["calls"]
+        require(isinstance(calls, list) and all(isinstance(call, dict) for call in calls), "its calls are odd")
+    except Exception as error:  # odd files can raise almost anything
+        reason = error if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+        raise UsageError(f"{path} is broken, or not of a sweep: {reason}") from None
+    return sweep
+
+
 def plan(args: Args) -> tuple[dict, list[Run]]:
     """The content of sweep.json, with what this call adds to it, and the runs that this call is about."""
-    try:
-        sweep = read_json(args.folder / "sweep.json") or {"commands": {}, "runs": {}, "calls": []}
-        for name, run in sweep["runs"].items():
-            if not re.fullmatch(f"{NAME}__{NAME}__[0-9]+", name) or run["exp_name"] not in sweep["commands"]:
-                raise ValueError(f"{name!r} is no run of a sweep")
-        if not (all(isinstance(text, str) for text in sweep["commands"].values()) and isinstance(sweep["calls"], list)):
-            raise ValueError("its commands are not text")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        refuse(f"{args.folder}/sweep.json is broken, or not of a sweep: {type(error).__name__}: {error}")
+    sweep = read_sweep(args.folder / "sweep.json")
     for exp_name, command in args.commands.items():
-        old = sweep["commands"].get(exp_name, command.text)
-        if not command.continues(Command(old)):
-            refuse(f"{args.folder} has runs of another command, {old!r}: choose another --folder or --exp-name")
+        old = Command(sweep["commands"].get(exp_name, command.text))
+        continues = command.argv == old.argv and command.total_timesteps >= old.total_timesteps
+        # A larger budget only: other flags would make runs of one name that do not compare.
+        message = f"{args.folder} has runs of another command, {old.text!r}: choose another --folder or --exp-name"
+        require(continues, message)
         sweep["commands"][exp_name] = command.text
     selected = []
     for seed in range(args.start_seed, args.start_seed + args.num_seeds):
@@ -368,19 +371,16 @@ def plan(args: Args) -> tuple[dict, list[Run]]:
                 sweep["runs"].setdefault(selected[-1], {"env_id": env_id, "exp_name": exp_name, "seed": seed})
     selected = selected or list(sweep["runs"])
     if args.index is not None:
-        selected = [name for place, name in enumerate(selected) if place == args.index]
-    runs = []
-    for name in selected:
-        run = sweep["runs"][name]
-        command = Command(sweep["commands"][run["exp_name"]])
-        runs.append(Run(args.folder, name, run["env_id"], run["seed"], command))
-    return sweep, runs
+        is_there = 0 <= args.index < len(selected)
+        require(is_there, f"{args.folder} has no run {args.index}, only {len(selected)} runs, counted from 0")
+        selected = [selected[args.index]]
+    require(selected, f"{args.folder} has no runs")
+    commands = {exp_name: Command(text) for exp_name, text in sweep["commands"].items()}
+    return sweep, [Run(args.folder, name, commands[name.split("__")[1]]) for name in selected]
 
 
 def submit(args: Args, sweep: dict, runs: list[Run]) -> int:
     """One array with a task per run; when and where they run, and again if interrupted, is SLURM's affair."""
-    if shutil.which("sbatch") is None:
-        refuse("--slurm needs the command sbatch")
     script = args.folder / "slurm.sbatch"
     if not script.exists():
         shutil.copyfile(Path(__file__).with_name("slurm.sbatch"), script)
@@ -397,7 +397,6 @@ def work(runs: list[Run], slots: list[str | None], args: Args) -> int:
             signal.signal(signum, lambda signum, frame: signals.append(signum))
 
     waiting, running, failed = list(runs), [], {}
-    live = Live(console=console, auto_refresh=False, transient=True)  # refreshes by hand: no thread beside preexec_fn
     next_report = 0.0
 
     def attempt_failed(run: Run, reason: str, can_retry: bool = True) -> str:
@@ -410,37 +409,38 @@ def work(runs: list[Run], slots: list[str | None], args: Args) -> int:
         failed[run] = reason
         return "failed"
 
-    with live if console.is_terminal else nullcontext():
-        try:
-            while (waiting or running) and not signals:
-                for run in [run for run in running if run.process.poll() is not None]:
-                    run.send(signal.SIGKILL)  # what a crashed run left behind must not share the GPU with the next one
-                    running.remove(run)
-                    slots.append(run.slot)
-                    if reason := run.failure():
-                        run.write_state(attempt_failed(run, reason, run.process.returncode != 2), reason)
-                    else:
-                        say(f"{run.name}: finished")
-                        run.write_state("finished")
-                for run in [run for run in waiting if run.not_before <= time.monotonic()][: len(slots)]:
-                    waiting.remove(run)
-                    step = run.next_step()
-                    try:
-                        run.start(slots[0])
-                    except BlockingIOError as error:
-                        attempt_failed(run, str(error))  # its state is for the process that holds it to write
-                    except OSError as error:  # no disk space, no memory for a process, ...
-                        run.write_state(attempt_failed(run, str(error)), str(error))
-                    else:
-                        running.append(run)
-                        say(f"{run.name}: {step}" + (f" on GPU {slots[0]}" if slots[0] else ""))
-                        del slots[0]
-                if time.monotonic() >= next_report:
-                    counts = f"{len(running)} running, {len(waiting)} waiting, {len(failed)} failed"
-                    next_report = time.monotonic() + report(live, running, counts)
-                time.sleep(0.1)
-        finally:
-            stop(running, signals, args.grace)
+    try:
+        while (waiting or running) and not signals:
+            for run in [run for run in running if run.process.poll() is not None]:
+                run.send(signal.SIGKILL)  # what a crashed run left behind must not share the GPU with the next one
+                running.remove(run)
+                slots.append(run.slot)
+                if reason := run.failure():
+                    run.write_state(attempt_failed(run, reason, run.process.returncode != 2), reason)
+                else:
+                    say(f"{run.name}: finished")
+                    run.write_state("finished")
+            for run in [run for run in waiting if run.not_before <= time.monotonic()][: len(slots)]:
+                waiting.remove(run)
+                step = run.next_step()
+                try:
+                    run.start(slots[0])
+                except BlockingIOError as error:
+                    attempt_failed(run, str(error))  # its state is for the process that holds it to write
+                except (OSError, ValueError) as error:  # no disk space, no such program, a NUL in the command, ...
+                    run.write_state(attempt_failed(run, str(error)), str(error))
+                else:
+                    running.append(run)
+                    say(f"{run.name}: {step}" + (f" on GPU {slots[0]}" if slots[0] else ""))
+                    del slots[0]
+            if time.monotonic() >= next_report:
+                for run in running:
+                    with suppress(Exception):  # no row yet, or odd files: then there is nothing to show
+                        say(f"{run.name}: {run.progress().text}")
+                next_report = time.monotonic() + args.report_interval
+            time.sleep(0.1)
+    finally:
+        stop(running, signals, args.grace)
 
     for run, reason in failed.items():
         say(f"FAILED {run.name}: {reason} (see {run.log_file})")
@@ -449,21 +449,6 @@ def work(runs: list[Run], slots: list[str | None], args: Args) -> int:
         return 128 + signals[-1]
     say(f"{len(failed)} of {len(runs)} runs failed" if failed else "all runs are finished")
     return 1 if failed else 0
-
-
-def report(live: Live, running: list[Run], counts: str) -> float:
-    """Show how the running runs stand: a table in a terminal, lines elsewhere. Returns the seconds until the next."""
-    rows = [(run.name, f"GPU {run.slot}" if run.slot else "", run.progress()) for run in running]
-    if not live.is_started:
-        for name, _, progress in rows:
-            if progress:
-                say(f"{name}: {', '.join(progress.cells())}")
-        return 60
-    table = Table(box=None, show_header=False, caption=counts, caption_justify="left")
-    for name, gpu, progress in rows:
-        table.add_row(name, gpu, *(progress.cells() if progress else ()))
-    live.update(table, refresh=True)
-    return 1
 
 
 def stop(running: list[Run], signals: list[int], grace: float):
@@ -485,32 +470,25 @@ def stop(running: list[Run], signals: list[int], grace: float):
 
 
 def main(args: Args) -> int:
-    if not args.command and not (args.folder / "sweep.json").exists():
-        refuse(f"{args.folder} is not a sweep: give --env-ids and --command")
-    slots = gpu_slots(args)
-    if not args.dry_run:
-        try:
-            for name in ("runs", "logs", "state", "aside"):
-                (args.folder / name).mkdir(parents=True, exist_ok=True)
-            lock = lock_folder(args)
-        except OSError as error:
-            refuse(f"{args.folder} cannot be used: {error}")
-    sweep, runs = plan(args)
-    if not runs:
-        refuse(f"{args.folder} has no run {args.index}, only {len(sweep['runs'])} runs, counted from 0")
-    todo = [run for run in runs if run.next_step() != "skip"]
+    is_sweep = args.command or os.path.exists(args.folder / "sweep.json")
+    require(is_sweep, f"{args.folder} is not a sweep: give --env-ids and --command")
+    require(not args.slurm or shutil.which("sbatch"), "--slurm needs the command sbatch")
+    slots = [] if args.dry_run or args.slurm else gpu_slots(args)
+    try:
+        lock = None if args.dry_run else lock_folder(args)
+        sweep, runs = plan(args)
+        todo = [run for run in runs if run.next_step() != "skip"]
+        if args.index is None and not args.dry_run:
+            sweep["calls"].append(about_this_call())
+            write_json(args.folder / "sweep.json", sweep)
+    except OSError as error:
+        raise UsageError(f"{args.folder} cannot be used: {error}") from None
     if args.dry_run:
         for run in runs:
             print(f"# {run.name}: {run.next_step()}")
             if run in todo:
                 print(shlex.join(run.argv()))
         return 0
-    if args.index is None:
-        if sweep["calls"] and sweep["calls"][-1]["commit"] != git_commit():
-            say(f"note: the last call was with commit {sweep['calls'][-1]['commit']}, this one is with {git_commit()}")
-        versions = {name: dist.version for dist in distributions() if (name := dist.metadata["Name"]) in PACKAGES}
-        sweep["calls"].append(where_and_when() | {"python": platform.python_version(), "versions": versions})
-        write_json(args.folder / "sweep.json", sweep)
     say(f"{args.folder}: {len(runs) - len(todo)} of {len(runs)} runs are finished")
     if args.slurm and todo:
         lock.close()  # the tasks may start before sbatch returns
@@ -519,4 +497,10 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(tyro.cli(Args, description=__doc__)))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that knows ASCII only
+    try:
+        raise SystemExit(main(tyro.cli(Args, description=__doc__)))
+    except UsageError as error:
+        print(f"sweep.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None

@@ -141,7 +141,8 @@ def probe(args: Args) -> dict[str, float]:
         ppg_procgen.speed_up(torch.nn.Module(), args, device)  # keeps freed memory
 
     rng, found = np.random.default_rng(1), {}
-    with closing(ProcgenVectorEnv(args.env_id, args.num_envs, num_threads=ppg_procgen.Args.env_threads)) as envs:
+    num_threads = ppg_procgen.choose_auto(ppg_procgen.Args(cuda=args.cuda))["env_threads"]
+    with closing(ProcgenVectorEnv(args.env_id, args.num_envs, num_threads=num_threads)) as envs:
 
         def step() -> None:
             envs.step(rng.integers(15, size=args.num_envs))

@@ -102,6 +102,22 @@ MUTANTS = {
         ("is_usable = args.resume or not any(run_dir.iterdir())", "is_usable = True"),
         ("        sys.exit(2)\n", "        sys.exit(1)\n"),
     ],
+    "published_runs": [
+        ("values, to_device(dones), args.gamma", "values, to_device(dones.roll(1, 0)), args.gamma"),
+        ("policy_agent(to_device(torch.from_numpy(next_obs)), policy", "policy_agent(obs[-1], policy"),
+        ("aux_returns[slot : slot + N]", "aux_returns[:N]"),
+        ("if phase_ends and iteration % (args.n_iteration * args.aux_interval) == 0:",
+         "if iteration > 1 and iteration % args.n_iteration == 1:"),
+        ("[value_update] * args.e_value + [policy_update] * args.e_policy",
+         "[policy_update] * args.e_policy + [value_update] * args.e_value"),
+        ("[value_update] * args.e_value + [policy_update] * args.e_policy",
+         "[value_update] * args.e_policy + [policy_update] * args.e_value"),
+        ("update_stats = [mb_update(",
+         """for mb_inds in b_inds:
+                x = batch["advantages"][mb_inds]
+                batch["advantages"][mb_inds] = (x - x.mean()) / (x.std(correction=0) + 1e-8)
+            update_stats = [mb_update("""),
+    ],
     "resume": [
         ("torch.set_rng_state(state[\"ranks\"][RANK][\"rng\"])", "pass"),
         ('self.envs.load_state_dict(state["ranks"][RANK]["envs"])', "pass"),
@@ -143,6 +159,7 @@ MUTANTS = {
 }  # fmt: skip
 
 PPO_MUTANTS = {
+    "published_runs": [("1, correction=0, keepdim=True)", "correction=0, keepdim=True)")],
     "published_code": [
         ("3, stride=2, ceil_mode=True)", "3, stride=2, padding=1)"),
     ],

@@ -48,6 +48,7 @@ def stand_in_for_mpi() -> None:
         size, rank = 1, 0
         Get_size, Get_rank = lambda self: 1, lambda self: 0
         Bcast = Barrier = lambda self, *args, **kwargs: None
+        allgather = gather = lambda self, x, root=0: [x]
 
         def Allreduce(self, x, out, op=None):
             out[...] = x
@@ -55,6 +56,23 @@ def stand_in_for_mpi() -> None:
     mpi = types.SimpleNamespace(COMM_WORLD=Comm(), Comm=Comm, SUM=None)
     sys.modules["mpi4py"] = types.ModuleType("mpi4py")
     sys.modules["mpi4py"].MPI = sys.modules["mpi4py.MPI"] = mpi
+
+
+def their_names(names: list[str], arch: str) -> list[str]:
+    """What the parameters of our PPG are called in theirs."""
+    modules = {"policy_encoder": "pi_enc.cnn", "value_encoder": "vf_enc.cnn", "policy_head": "pi_head"}
+    modules |= {"aux_value_head": "aux_vf_head", "value_head": "vf_vhead" if arch == "dual" else "pi_vhead"}
+    split = [name.split(".", 1) for name in names]
+    return [f"{modules[module]}.{rest}".replace(".conv.", ".firstconv.") for module, rest in split]
+
+
+def to_tensorflow(x: np.ndarray) -> np.ndarray:
+    """A parameter of our PPO with TensorFlow's axes."""
+    if x.ndim == 4:
+        return x.transpose(2, 3, 1, 0)
+    if x.shape == (256, 2048):  # they flatten (8, 8, 32), we (32, 8, 8)
+        return x.reshape(256, 32, 8, 8).transpose(2, 3, 1, 0).reshape(2048, 256)
+    return x.T
 
 
 def run_ppg(folder: str, arch: str, shapes: dict[str, tuple[int, ...]], kl_penalty: float, clip_param: float) -> dict:
@@ -70,13 +88,8 @@ def run_ppg(folder: str, arch: str, shapes: dict[str, tuple[int, ...]], kl_penal
     torch_util.register_distributions_for_tree_util()
     obtype = TensorType(Discrete(256, dtype_name="uint8"), (64, 64, 3))
     model = ppg.PhasicValueModel(obtype, discrete_scalar(15), lambda x: ImpalaEncoder(x.shape), arch=arch)
-    theirs = {"policy_encoder": "pi_enc.cnn", "value_encoder": "vf_enc.cnn", "policy_head": "pi_head"}
-    theirs |= {"aux_value_head": "aux_vf_head", "value_head": "vf_vhead" if arch == "dual" else "pi_vhead"}
-    state = {}
-    for name, x in zip(shapes, weights(list(shapes.values())), strict=True):
-        module, rest = name.split(".", 1)
-        state[f"{theirs[module]}.{rest}".replace(".conv.", ".firstconv.")] = torch.from_numpy(x)
-    model.load_state_dict(state)
+    initial = zip(their_names(list(shapes), arch), weights(list(shapes.values())), strict=True)
+    model.load_state_dict({name: torch.from_numpy(x) for name, x in initial})
 
     data = {name: torch.from_numpy(x).transpose(0, 1) for name, x in inputs().items()}  # their axes are (N, T)
     logged = {}
@@ -162,13 +175,7 @@ def run_ppo(folder: str, shapes: dict[str, tuple[int, ...]]) -> dict:
     spaces = {"ob_space": env.observation_space, "ac_space": env.action_space}
     model = Model(policy=policy, max_grad_norm=0.5, **options, **spaces)
     for variable, x in zip(tf.trainable_variables("ppo2_model"), weights(list(shapes.values())), strict=True):
-        if x.ndim == 4:
-            x = x.transpose(2, 3, 1, 0)
-        elif x.shape == (256, 2048):  # they flatten (8, 8, 32), we (32, 8, 8)
-            x = x.reshape(256, 32, 8, 8).transpose(2, 3, 1, 0).reshape(2048, 256)
-        elif x.ndim == 2:
-            x = x.T
-        variable.load(x, sess)
+        variable.load(to_tensorflow(x), sess)
     for rows in np.arange(N * T).reshape(4, -1)[:3]:
         batch = (x[rows] for x in (obs, returns, masks, actions, values, neglogpacs))
         stats = model.train(LEARNING_RATE, 0.2, *batch)

@@ -4,7 +4,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from benchmark import dynamics
+from benchmark import dynamics, pictures
 
 
 def write_run(folder: Path, game: str, updates: pd.DataFrame, **args) -> None:
@@ -77,3 +77,38 @@ def test_what_cannot_be_compared_becomes_a_note(tmp_path, published):
         and "one_level: left out" in text
         and "## tetris" not in text
     )
+
+
+def test_the_picture_begins_value_loss_at_update_2_and_numbers_each_column(published):
+    runs = {"ppo_chaser_1": published[0].loc[:30], "x": published[1].loc[:20]}
+    fig = dynamics.draw(runs, dynamics.load_published("chaser"), dynamics.looks({"chaser": runs})["chaser"])
+    axes = {ax.get_title(): ax for ax in fig.axes}
+    assert len(axes) == 7
+    assert axes["value_loss from update 2"].lines[0].get_xdata().tolist() == list(range(2, 31))
+    assert axes["policy_entropy"].lines[0].get_xdata().tolist() == list(range(1, 31))
+    numbered = [ax.xaxis.get_tick_params()["labelbottom"] for ax in fig.axes]
+    assert numbered == [False] * 3 + [True] * 4  # the fourth column has one panel
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["published, 3 runs", *runs]
+
+
+def test_an_algorithm_has_one_colour_on_all_games_and_its_runs_have_lines_of_their_own():
+    names = {
+        "chaser": ["ppo_chaser_2_torch_adam"],
+        "maze": ["ppo_maze_1", "ppo_maze_2", "maze__ppo_procgen__3"],
+    }
+    names["maze"] += ["ppo_maze_1_torch_adam", "ppo_maze_1_torch_pooling"]
+    looks = dynamics.looks({game: dict.fromkeys(runs) for game, runs in names.items()})
+    colours = {run: look["color"] for runs in looks.values() for run, look in runs.items()}
+    assert {colours[run] for run in names["maze"][:3]} == {pictures.COLOURS["ppo_procgen"]}
+    assert colours["ppo_chaser_2_torch_adam"] == colours["ppo_maze_1_torch_adam"]
+    assert len(set(colours.values())) == 3
+    assert len({str(looks["maze"][run]["linestyle"]) for run in names["maze"][:3]}) == 3
+
+
+def test_a_run_of_one_update_is_in_the_tables_and_not_in_the_picture(tmp_path, published):
+    write_run(tmp_path / "runs" / "short", "chaser", published[0].loc[:1])
+    text = page(tmp_path)
+    assert "Not drawn, as it has one update only: short." in text and "| **short** |" in text
+    assert "![chaser]" not in text and not list((tmp_path / "out").glob("*.png"))
+    write_run(tmp_path / "runs" / "long", "chaser", published[0].loc[:9])
+    assert "![chaser]" in page(tmp_path)

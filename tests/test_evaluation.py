@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 import torch
@@ -30,9 +31,10 @@ VIDEO_STEPS = (2, 4, 6, 8)  # where the episodes of a video are said to end: who
 class WatchedEnv(ProcgenVectorEnv):
     """Notes the levels that are played: a session for each state that is loaded, with the level seeds at each step."""
 
-    def __init__(self, *args, render=False, **options):
-        super().__init__(*args, render=render, **options)
-        self.is_video, self.sessions = render, [[level_seeds(self)]]
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.is_video = "render_mode" in options
+        self.sessions = [[level_seeds(self)]]
 
     def load_state_dict(self, state):
         super().load_state_dict(state)
@@ -68,7 +70,7 @@ def evaluated(tmp_path_factory):
 class SimpleAgent(nn.Module):
     """Stands in for Agent where only speed matters, or that an observation's logits are the same in any batch."""
 
-    def __init__(self, arch="dual", num_actions=15):
+    def __init__(self, arch="dual", num_actions=15, obs_shape=(64, 64, 3)):
         super().__init__()
         self.heads = nn.Linear(12, num_actions + 2)
         nn.init.zeros_(self.heads.weight)
@@ -356,12 +358,20 @@ def test_runs_of_both_scripts_are_evaluated(module, evaluated, run, command, tmp
         (["agent.pt", "--env-id", "starpilot", "--modes", "memory"], "starpilot has no memory mode"),
         (["agent.pt", "--env-id", "maze", "--modes", "exploration", "--levels", "0:2"], "a single level of its own"),
         (["agent.pt", "--env-id", "starpilot", "--episodes", "1"], "at least 2 episodes"),
+        (["agent.pt", "--env-id", "starpilot", "--levels", "0:"], "--levels 0:: not one of"),
+        (["agent.pt", "--env-id", "starpilot", "--levels", f"0:{'9' * 5000}"], "A:B with A < B <= 2147483647"),
+        (["agent.pt", "--env-id", "starpilot", "--levels", f"{'9' * 5000}:1"], "A:B with A < B <= 2147483647"),
+        (["agent.pt", "--env-id", "starpilot", "--episodes", f"1{'0' * 12}"], "--episodes must be at most 100000"),
+        (["agent.pt", "--env-id", "starpilot", "--seed", "-1"], "--seed must be from 0 to 2147483647, not -1"),
+        (["agent.pt", "--env-id", "starpilot", "--seed", f"1{'0' * 20}"], "--seed must be from 0 to 2147483647"),
+        (["agent.pt", "--env-id", "starpilot", "--out", "occupied"], "--out: [Errno 21] Is a directory"),
         (["agent.pt", "--env-id", "chess"], "chess"),
     ],
 )
 def test_bad_arguments_end_with_one_clear_line(flags, message, command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "occupied" / "summary.csv").mkdir(parents=True)
     torch.save(ppo_procgen.Agent().state_dict(), "agent.pt")
     torch.save({"weight": torch.zeros(3)}, "other.pt")
     data = Path("agent.pt").read_bytes()
@@ -369,5 +379,69 @@ def test_bad_arguments_end_with_one_clear_line(flags, message, command, tmp_path
     Path("noise.pt").write_bytes(bytes(1000))
     assert command(*flags) == 2
     error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
+    assert message in error and "Traceback" not in error and len(error) < 1000
     assert not Path("evaluation").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (torch.zeros(3), "odd.pt does not hold the weights"),
+        (None, "odd.pt does not hold the weights"),
+        (3, "odd.pt does not hold the weights"),
+        (["about"], "odd.pt does not hold the weights"),
+        ({1: 2}, "odd.pt does not hold the weights"),
+        ({"encoder.dense.weight": 3}, "odd.pt does not hold the weights"),
+        ({"about": {"args": {}}, "agent": None}, "odd.pt does not hold the weights"),
+        ({"about": None, "agent": {}}, "odd.pt is broken: TypeError"),
+        ({"about": {"args": {}}}, "odd.pt is broken: KeyError: 'agent'"),
+    ],
+    ids=repr,
+)
+def test_a_file_without_weights_is_refused_in_one_line(content, message, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.save(content, "odd.pt")
+    assert command("odd.pt", "--env-id", "starpilot") == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ("[" * 100_000, "RecursionError"),
+        ('{"args": ' + "[" * 1000 + "]" * 1000 + "}", "Error"),  # Python 3.12 reads that deep
+        ("[]", "TypeError"),
+        ('{"args": null}', "TypeError"),
+        ('{"args": {"env_id": "bossfight", "start_level": 1e400}}', "OverflowError"),
+        ('{"args": {"env_id": "bossfight", "start_level": -5, "num_levels": 10}}', "negative levels"),
+        ('{"args": {"env_id": "bossfight", "num_levels": -1}}', "negative levels"),
+    ],
+    ids=lambda text: text[:60],
+)
+def test_a_broken_record_is_refused_in_one_line(record, message, command, tmp_path, capsys):
+    torch.save(ppo_procgen.Agent().state_dict(), tmp_path / "agent.pt")
+    (tmp_path / "args.json").write_text(record)
+    assert command(tmp_path, "--episodes", "2") == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path}/args.json is broken: " in error and message in error and len(error.splitlines()) == 1
+
+
+def test_the_interval_of_equal_returns_is_their_mean(tool):
+    summary = tool.summarise(pd.Series([10.0, 10.0, 10.0]), 0, 10)
+    assert (summary["mean"], summary["low"], summary["high"], summary["stderr"]) == (10, 10, 10, 0)
+
+
+def test_the_interval_is_scipys(tool):
+    returns = pd.Series([1.0, 2.0, 6.0])
+    summary = tool.summarise(returns, 0, 10)
+    low, high = scipy.stats.t.interval(0.95, 2, returns.mean(), returns.sem())
+    assert (summary["low"], summary["high"]) == pytest.approx((low, high))
+
+
+def test_its_environments_step_in_the_main_thread(tool, monkeypatch):
+    made = []
+    monkeypatch.setattr(tool, "ProcgenVectorEnv", lambda *args, **options: made.append(options) or WatchedEnv(*args))
+    monkeypatch.setattr(ppg_procgen.Args, "env_threads", -1)
+    tool.play_set(SimpleAgent(), tool.Args(path=Path(), episodes=2), "bossfight", "easy", "0:2", range(2), Path())
+    assert all(options.get("num_threads", 0) == 0 for options in made)

@@ -16,7 +16,7 @@ from PIL import Image
 from rliable import library, metrics
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmark import report
+from benchmark import pictures, report
 
 REPORT = Path(report.__file__)
 
@@ -59,6 +59,7 @@ def write_events(
 
 def curve(values, steps, **columns) -> pd.DataFrame:
     fixed = {"own": True, "name": "a", "split": "train", "env_id": "maze", "seed": 1, "run": "1", "wall_time": steps}
+    fixed["aux_phase"] = False
     return pd.DataFrame({"global_step": steps, "episodic_return": values, **(fixed | columns)})
 
 
@@ -157,7 +158,7 @@ def test_aggregates_are_those_of_scipy_and_rliable():
     by_hand = np.mean([scipy.stats.mannwhitneyu(x[:, k], y[:3, k]).statistic / 15 for k in range(16)])
     assert report.probability_of_improvement(x, y[:3]) == pytest.approx(by_hand)
     thresholds = np.linspace(-1, 1, 9)
-    assert report.share_above(x, thresholds) == pytest.approx(library.score_distributions(x, thresholds))
+    assert pictures.share_above(x, thresholds) == pytest.approx(library.score_distributions(x, thresholds))
 
 
 def test_intervals_are_rliables_and_repeatable():
@@ -175,7 +176,7 @@ def test_intervals_are_rliables_and_repeatable():
 
 def test_bins_average_within_a_run_and_interpolate_only_inside_it():
     runs = pd.concat([curve([1.0, 3, 9], [5, 10, 40]), curve([4.0, 8], [20, 30], run="2")])
-    table = report.binned(runs, "global_step", limit=50, bins=5)
+    table = pictures.binned(runs, "global_step", limit=50, bins=5)
     assert table.index.tolist() == [10, 20, 30, 40, 50]
     assert table["1"].tolist() == pytest.approx([2, 2 + 7 / 3, 2 + 14 / 3, 9, np.nan], nan_ok=True)
     assert table["2"].tolist() == pytest.approx([np.nan, 4, 8, np.nan, np.nan], nan_ok=True)
@@ -211,7 +212,7 @@ def test_broken_runs_are_named_and_do_not_stop_the_others(tmp_path, tool, capsys
     for number, (line, spoil) in enumerate(
         {
             "EmptyDataError": lambda run: (run / "metrics.csv").write_text(""),
-            "no episode has finished": lambda run: (run / "metrics.csv").write_text(
+            "no iteration has finished": lambda run: (run / "metrics.csv").write_text(
                 (run / "metrics.csv").read_text().splitlines()[0] + "\n"
             ),
             "could not convert": lambda run: (run / "metrics.csv").write_text("global_step,wall_time\nx,1\n"),
@@ -325,7 +326,7 @@ def test_figure2_from_the_published_curves_alone(tmp_path, tool):
 
     curves = report.load_references(("ppg", "ppo"))
     curves = curves[curves.source == "openai/phasic-policy-gradient"]
-    fig = report.draw_curves(curves, "global_step", report.FIGURE2_STEPS)
+    fig = pictures.draw_curves(curves, "global_step", report.FIGURE2_STEPS)
     assert [ax.get_title() for ax in fig.axes] == sorted(report.RANGES)
     for ax in fig.axes:
         assert len(ax.lines) == 2 and len(ax.collections) == 2  # PPO and PPG, each with its band
@@ -352,13 +353,22 @@ def test_figure2_with_our_runs_over_it(tmp_path, tool, capsys):
     assert "not drawn, as Figure 2 is about all hard levels: 1 runs" in capsys.readouterr().out
     published = report.load_references(("ppg", "ppo"))
     published = published[published.source == "openai/phasic-policy-gradient"]
-    fig = report.draw_curves(pd.concat([own[own.distribution_mode == "hard"], published]), "global_step", 100e6)
+    fig = pictures.draw_curves(pd.concat([own[own.distribution_mode == "hard"], published]), "global_step", 100e6)
     lines = {ax.get_title(): len(ax.lines) for ax in fig.axes}
-    assert lines.pop("maze") == 3 and set(lines.values()) == {2}
+    assert lines.pop("maze") == 4 and set(lines.values()) == {2}
     maze = fig.axes[sorted(report.RANGES).index("maze")]
-    assert maze.lines[-1].get_color() == report.COLOURS[0]  # ours on top, in colour
-    assert {line.get_color() for line in maze.lines[:-1]} == set(report.GREYS[:2])
-    assert maze.lines[-1].get_xdata()[-1] == 10
+    ours, published = maze.lines[2:], maze.lines[:2]  # ours on top, a thin line a seed
+    assert {line.get_color() for line in ours} == {pictures.COLOURS["ppg_procgen"]}
+    assert ours[0].get_linewidth() < published[0].get_linewidth()
+    assert [line.get_xdata()[-1] for line in ours] == [10, 10]
+    colours = [pictures.COLOURS[f"{name} (openai/phasic-policy-gradient)"] for name in ("PPO", "PPG")]
+    assert [line.get_color() for line in published] == colours
+    assert "-" not in {line.get_linestyle() for line in published}
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == [
+        "ppg_procgen, 2 seeds",
+        "PPG (openai/phasic-policy-gradient), 3 seeds",
+        "PPO (openai/phasic-policy-gradient), 3 seeds",
+    ]
 
 
 def test_value_at_time():
@@ -368,17 +378,19 @@ def test_value_at_time():
     assert values.episodic_return.tolist() == [3, 5.5]  # the row at 30 s; both of the one that ended before
 
 
-def test_students_interval_of_a_mean():
+def test_cells_of_tables():
     low, high = scipy.stats.ttest_1samp([1.0, 2.0, 6.0], 0).confidence_interval(0.95)
-    assert report.mean_interval(pd.Series([1.0, 2, 6]), 2) == f"3.00 [{low:.2f}, {high:.2f}] (3)"
-    assert report.mean_interval(pd.Series([1.0]), 2) == "1.00 (1)"
+    assert report.seeds_cell(pd.Series([1.0, 2, 6]), 2) == f"3.00 ± 2.65 [{low:.2f}, {high:.2f}] (3)"
+    assert report.seeds_cell(pd.Series([5.0, 5, 5]), 1) == "5.0 ± 0.0 [5.0, 5.0] (3)"
+    assert report.seeds_cell(pd.Series([6.0, 1]), 2) == "6.00, 1.00 (2)"  # Student's interval of two: -28.27 to 35.27
+    assert report.seeds_cell(pd.Series([1.0]), 2) == "1.00 (1)"
 
 
 def test_runs_on_a_few_levels_have_intervals_and_times_but_no_normalised_scores(tmp_path, tool):
     for seed in (1, 2, 3):
         write_run(tmp_path / "runs", seed=seed, num_levels=1, num_rows=4)
     page = tool(tmp_path / "runs")
-    [header, _, row] = rows_of(page, "The same with Student's 95 % interval of the mean:")
+    [header, _, row] = rows_of(page, "### Return at 65,536 steps")
     assert header == ["game", "ppg_procgen"] and row[1].endswith("] (3)")
     [header, _, row] = rows_of(page, "Return after 32.8 s")
     assert row[0] == "starpilot" and row[1].endswith("] (3)")
@@ -387,9 +399,11 @@ def test_runs_on_a_few_levels_have_intervals_and_times_but_no_normalised_scores(
     assert row[header.index("time a run")] == "32.8 s" and row[header.index("steps/s")] == "2,000"
 
 
-def test_the_legend_covers_no_panel():
+@pytest.mark.parametrize("suffix", ["", " and much more that makes the name long"])
+def test_the_legend_covers_no_panel(suffix):
     curves = report.load_references(("ppg", "ppo", "ppg_kl"))
-    fig = report.draw_curves(curves[curves.distribution_mode == "hard"], "global_step", 50e6)
+    curves["name"] += suffix
+    fig = pictures.draw_curves(curves[curves.distribution_mode == "hard"], "global_step", 50e6)
     fig.draw_without_rendering()
     legend = fig.legends[0].get_window_extent()
     assert not any(legend.overlaps(ax.get_tightbbox()) for ax in fig.axes)
@@ -400,7 +414,7 @@ def test_published_means_are_drawn_at_the_middle_of_their_steps():
     steps = np.arange(10, 110, 10)
     published = curve(steps - 5.0, steps, own=False, name="b", split="train")  # what grows by 1 a step
     ours = curve(np.arange(1.0, 101), np.arange(1, 101))
-    [ax] = report.draw_curves(pd.concat([ours, published]), "global_step", 100).axes
+    [ax] = pictures.draw_curves(pd.concat([ours, published]), "global_step", 100).axes
     for line in ax.lines:
         assert line.get_ydata() == pytest.approx(line.get_xdata() * 1e3)
 
@@ -410,7 +424,7 @@ def test_over_time_a_run_that_has_ended_counts_on():
         curve(np.full(n, value), np.arange(1, n + 1), run=str(value)) for value, n in ((9.0, 50), (3.0, 90), (3.0, 91))
     ]
     runs[2]["run"] = "third"
-    [ax] = report.draw_curves(pd.concat(runs), "wall_time", 100).axes
+    [ax] = pictures.draw_curves(pd.concat(runs), "wall_time", 100).axes
     line = ax.lines[0]
     assert line.get_ydata() == pytest.approx(5)  # not 3 after the first has ended
     assert line.get_xdata()[-1] * 60 == pytest.approx(90)
@@ -420,7 +434,7 @@ def test_seeds_of_different_lengths_and_sparse_evaluations():
     steps = np.arange(1, 101)
     curves = [curve(np.ones(n) * n, steps[:n], run=str(n), seed=n) for n in (40, 80, 100)]
     curves.append(curve([0.5], [100], split="test", name="b"))
-    fig = report.draw_curves(pd.concat(curves), "global_step", 100)
+    fig = pictures.draw_curves(pd.concat(curves), "global_step", 100)
     [ax] = fig.axes
     test, train, cross = ax.lines
     assert train.get_xdata()[-1] * 1e3 == pytest.approx(80)  # one of three seeds is left after it
@@ -428,21 +442,117 @@ def test_seeds_of_different_lengths_and_sparse_evaluations():
     assert cross.get_ydata()[0] == pytest.approx((40 + 80 + 100) / 3)
     assert train.get_ydata()[-1] == pytest.approx(90)
     assert test.get_marker() == "o" and len(test.get_xdata()) == 1
-    band = ax.collections[1].get_paths()[0].vertices
+    band = ax.collections[0].get_paths()[0].vertices
     at_40 = band[np.isclose(band[:, 0], 40e-3), 1]
     assert np.ptp(at_40) == pytest.approx(2 * np.std([40, 80, 100], ddof=1))
 
 
 def test_performance_profiles():
-    groups = [report.Group(True, "a", "train"), report.Group(False, "b", "train")]
+    groups = [pictures.Group(True, "a", "train"), pictures.Group(False, "b", "train")]
     scores = np.random.default_rng(0).uniform(0, 1.2, size=(2, 3, 16))
-    fig = report.draw_profiles(dict(zip(groups, scores, strict=True)), reps=50)
+    fig = pictures.draw_profiles(dict(zip(groups, scores, strict=True)), reps=50)
     [ax] = fig.axes
     assert len(ax.lines) == len(ax.collections) == 2
     assert ax.get_xlabel().startswith("Normalised score") and ax.get_ylim() == (0, 1)
-    assert ax.get_xlim()[1] == scores.max()
     line = ax.lines[0]
     assert line.get_ydata() == pytest.approx([(scores[0] > threshold).mean() for threshold in line.get_xdata()])
+
+
+@pytest.mark.parametrize("lowest, highest", [(0.1, 0.17), (0.3, 1.4), (-0.2, -0.1)])
+def test_the_axis_of_a_profile_ends_where_the_scores_end(lowest, highest):
+    scores = np.linspace(lowest, highest, 6).reshape(2, 3)
+    [ax] = pictures.draw_profiles({pictures.Group(True, "a", "train"): scores}, reps=50).axes
+    assert ax.get_xlim() == pytest.approx((min(lowest, 0), highest))
+    assert not ax.collections  # two seeds have no band
+
+
+# ---- what a curve is called and how it looks
+
+
+def test_a_run_without_a_name_of_its_own_is_called_by_its_flags(tmp_path):
+    write_run(tmp_path / "1", arch="dual")
+    write_run(tmp_path / "2", arch="detach", kl_coef=1.0)
+    write_run(tmp_path / "3", exp_name="ppg_wide", arch="detach")
+    write_run(tmp_path / "4", exp_name="ppo_procgen", update_epochs=3)
+    runs, _, notes = report.load_runs((tmp_path,))
+    assert set(runs.name) == {"ppg_procgen", "ppg_procgen --arch detach --kl-coef 1.0", "ppg_wide", "ppo_procgen"}
+    assert notes == []  # the second is no repeat of the first
+
+
+def test_an_algorithm_has_one_colour_whatever_else_is_on_the_page():
+    names = ["ppg_procgen --arch detach", "ppo_procgen", "PPO (openai/train-procgen)"]
+    groups = [pictures.Group("(" not in name, name, "train") for name in names]
+    alone = [pictures.line_styles([group])[group]["color"] for group in groups]
+    styles = pictures.line_styles([pictures.Group(True, "a", "train"), *groups])
+    assert [styles[group]["color"] for group in groups] == alone
+    assert len({style["color"] for style in styles.values()}) == 4
+
+
+def test_a_single_game_is_large_and_marks_the_auxiliary_phases(tmp_path):
+    run = write_run(tmp_path, arch="detach")
+    table = pd.read_csv(run / "metrics.csv")
+    table.loc[table.iteration % 32 == 0, "losses/aux/kl_loss"] = 0.1
+    table.to_csv(run / "metrics.csv", index=False)
+    write_run(tmp_path, exp_name="ppo_procgen")
+    _, curves, _ = report.load_runs((tmp_path,))
+    fig = pictures.draw_curves(curves, "global_step", 100 * BATCH)
+    [ax] = fig.axes
+    [phases] = ax.collections
+    assert [segment[0][0] * 1e6 for segment in phases.get_segments()] == pytest.approx(
+        [32 * BATCH, 64 * BATCH, 96 * BATCH]
+    )
+    legend = [text.get_text() for text in fig.legends[0].get_texts()]
+    assert legend == ["ppg_procgen --arch detach, 1 seed", "ppo_procgen, 1 seed", "end of an auxiliary phase"]
+    width, height = fig.get_size_inches()
+    assert width == 7 and height > 3
+    assert not pictures.draw_curves(curves, "wall_time", 1000).axes[0].collections
+
+
+def test_two_seeds_are_two_lines_and_their_tables_have_no_interval(tmp_path, tool):
+    for seed in (1, 2):
+        write_run(tmp_path / "runs", "maze", seed=seed)
+        write_run(tmp_path / "runs", "ninja", seed=seed)
+    write_run(tmp_path / "runs", "ninja", seed=3)
+    _, curves, _ = report.load_runs((tmp_path / "runs",))
+    fig = pictures.draw_curves(curves, "global_step", 100 * BATCH)
+    maze, ninja = fig.axes
+    assert (len(maze.lines), len(maze.collections)) == (2, 0)
+    assert (len(ninja.lines), len(ninja.collections)) == (1, 1)
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["ppg_procgen, 2 to 3 seeds"]
+    page = tool(tmp_path / "runs", references=())
+    assert "of fewer than three seeds the value of each" in page
+    assert all(("[" in row[1]) == (row[0] == "ninja") for row in rows_of(page, "### Normalised scores")[2:])
+    assert "[" not in rows_of(page, "### Over maze, ninja")[2][2]
+
+
+# ---- runs without a finished episode
+
+
+def test_a_smoke_run_has_losses_and_speed_on_the_page(tmp_path, tool, capsys):
+    run = write_run(tmp_path / "runs", num_rows=2)
+    table = pd.read_csv(run / "metrics.csv").assign(**{"losses/value_loss": 0.5, "charts/SPS": 90.0})
+    table[["charts/episodic_return", "charts/mean_return_100"]] = np.nan
+    table.to_csv(run / "metrics.csv", index=False)
+    page = tool(tmp_path / "runs")
+    assert rows_of(page, "# Training runs")[2][5] == "32,768 to 32,768"
+    assert "No episode of these runs has finished yet: ppg_procgen starpilot seed 1." in page
+    assert "![smoke](smoke.png)" in page and (tmp_path / "out" / "smoke.png").stat().st_size > 10_000
+    assert "### Return at" not in page
+    assert "no episode has finished yet: losses and speed only, no return" in capsys.readouterr().out
+    write_run(tmp_path / "runs", "maze")  # beside a longer run
+    page = tool(tmp_path / "runs")
+    assert "![smoke]" in page and [row[0] for row in rows_of(page, "### Return at")[2:]] == ["maze"]
+
+
+def test_measurements_are_drawn_where_a_run_has_them():
+    tables = [
+        pd.DataFrame({"losses/a": [1.0, 2], "charts/SPS": [5.0, 6]}, [10, 20]),
+        pd.DataFrame({"charts/SPS": [7.0]}, [10]),
+    ]
+    lines = [(name, table, {}) for name, table in zip("xy", tables, strict=True)]
+    fig = pictures.draw_measurements(lines, ["losses/a", "charts/SPS"], "steps")
+    assert [len(ax.lines) for ax in fig.axes] == [1, 2]
+    assert [text.get_text() for text in fig.legends[0].get_texts()] == ["x", "y"]
 
 
 # ---- the page
@@ -470,7 +580,8 @@ def test_the_page(tmp_path, tool):
     header, _, jumper, starpilot = rows_of(page, "### Return at 1.64M steps")
     assert header == ["game", "ppg_procgen", "ppg_wide", "ppo_procgen", "PPO (openai/train-procgen)"]
     returns = [last_rows("jumper", "ppg_procgen", seed) for seed in (1, 2, 3)]
-    assert jumper[1] == f"{np.mean(returns):.2f} ± {np.std(returns, ddof=1):.2f} (3)"
+    assert jumper[1].startswith(f"{np.mean(returns):.2f} ± {np.std(returns, ddof=1):.2f} [")
+    assert jumper[1].endswith("] (3)")
     assert jumper[2] == "" and starpilot[2] == f"{last_rows('starpilot', 'ppg_wide', 1):.2f} (1)"
 
     scores = rows_of(page, "### Normalised scores")
@@ -497,7 +608,7 @@ def test_restricted_levels_show_training_against_unseen_levels(tmp_path, tool):
     assert test == pytest.approx(0.6 * train, abs=0.02) and gap == pytest.approx(0.4 * train, abs=0.02)
     assert published[0] == "PPO (openai/train-procgen)"
     _, curves, _ = report.load_runs((tmp_path / "runs",))
-    [ax] = report.draw_curves(curves[curves.split != "eval_train"], "global_step", 100 * BATCH).axes
+    [ax] = pictures.draw_curves(curves[curves.split != "eval_train"], "global_step", 100 * BATCH).axes
     assert [line.get_marker() for line in ax.lines] == ["o", "None"]
 
 

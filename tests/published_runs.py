@@ -1,0 +1,291 @@
+"""Train with the published codes, whole runs on real Procgen, and write what they did to published_runs.npz, for
+test_published_runs.py. The folders and the environment are those of published_code.py:
+
+    python tests/published_runs.py ppg baselines
+
+They run as they are, but for this. What is random, apart from the levels, comes from Draws, so that our scripts can
+draw the same. The precision is float64, in a copy of the codes: in float32, rounding grows until actions differ. The
+first weights are those of published_code.py. Where PPO clips the gradient, its norm gets 1e-6 more, as in torch.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+from published_code import stand_in_for_mpi, their_names, to_tensorflow, weights
+
+RESULTS = Path(__file__).with_name("published_runs.npz")
+T, N = 8, 4
+SIZES = {"num_envs": N, "num_steps": T, "num_minibatches": 2}
+LEVELS = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0, "num_threads": 0}
+
+# Arguments of our scripts. Together the runs take each branch of the training loop. The seeds of the levels are such
+# that some episodes end early, and some have rewards. "clipping" clips in every minibatch but an iteration's first
+PUBLISHED = SIZES | {"arch": "dual", "num_aux_rollouts": 2, "n_iteration": 1, "e_auxiliary": 1, "learning_rate": 5e-4}
+PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0}
+PPG_RUNS = {
+    "dual": PUBLISHED | {"env_id": "dodgeball", "seed": 47, "total_timesteps": 4 * T * N, "n_iteration": 2},
+    "detach": PUBLISHED | {"env_id": "jumper", "seed": 3, "total_timesteps": 5 * T * N, "n_iteration": 2},
+    "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "e_auxiliary": 2},
+    "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "total_timesteps": 2 * T * N},
+    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 14, "total_timesteps": 2 * T * N, "learning_rate": 1e-3},
+}
+PPG_RUNS["detach"] |= {"arch": "detach"}
+PPG_RUNS["shared"] |= {"arch": "shared", "e_policy": 3, "e_value": 3}
+PPG_RUNS["kl"] |= {"e_policy": 2, "e_value": 3, "clip_coef": 0.0, "kl_coef": 1.0}
+PPG_RUNS["clipping"] |= {"e_policy": 2, "e_value": 2}
+PPO_RUNS = {"ppo": SIZES | {"env_id": "jumper", "seed": 18, "total_timesteps": 3 * T * N}}
+
+# a column of our metrics.csv: what they log
+PPG_COLUMNS = {
+    "losses/value_loss": "vf",
+    "losses/policy_loss": "pg_and_kl",
+    "losses/entropy": "entropy",
+    "losses/approx_kl_k2": "approxkl",
+    "losses/clipfrac": "clipfrac",
+    "losses/explained_variance": "VFStats/EV",
+    "losses/aux/kl_loss": "unscaled/pol_distance",
+    "losses/aux/aux_value_loss": "unscaled/vf_aux",
+    "losses/aux/real_value_loss": "unscaled/vf_true",
+    "charts/mean_return_100": "EpRewMean",
+}
+PPO_COLUMNS = {
+    "losses/value_loss": "loss/value_loss",
+    "losses/policy_loss": "loss/policy_loss",
+    "losses/entropy": "loss/policy_entropy",
+    "losses/approx_kl_k2": "loss/approxkl",
+    "losses/clipfrac": "loss/clipfrac",
+    "losses/explained_variance": "misc/explained_variance",
+    "charts/mean_return_100": "eprewmean",
+}
+
+
+class Draws:
+    """The random numbers of a run, apart from the levels. NumPy keeps those of RandomState for ever."""
+
+    def __init__(self) -> None:
+        self.uniform = np.random.RandomState(2).uniform  # action: argmax of log pi - log(-log(uniform))
+        self.permutation = np.random.RandomState(3).permutation  # order of samples or rollouts in an epoch
+
+
+class Projections:
+    """Products of parameters with random directions: one number each tells whether they are the same."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        rng = np.random.RandomState(4)
+        self.directions = [rng.normal(size=shape) for shape in shapes.values()]
+
+    def __call__(self, parameters: list[np.ndarray]) -> list[float]:
+        return [float((x * direction).sum()) for x, direction in zip(parameters, self.directions, strict=True)]
+
+
+class Trace:
+    """What a run does: the actions of each step; losses, by their names, and projections of each iteration."""
+
+    def __init__(self) -> None:
+        self.actions, self.losses, self.projections = [], [], []
+
+    def arrays(self, columns: dict[str, str], num_steps: int) -> dict[str, np.ndarray]:
+        """The first num_steps steps of the run."""
+        num_iterations = num_steps // (T * N)
+        losses = [[row.get(name, np.nan) for name in columns.values()] for row in self.losses[:num_iterations]]
+        arrays = {"actions": np.array(self.actions[: num_iterations * T], dtype=np.uint8), "losses": np.array(losses)}
+        return arrays | {"projections": np.array(self.projections[:num_iterations])}
+
+
+def copy_in_float64(folder: str, copy: Path) -> None:
+    """Put a copy of Python packages on the path."""
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns(".git", "results", "data"))
+    for path in copy.rglob("*.py"):
+        source = path.read_text().replace("float32", "float64")
+        path.write_text(source.replace(", 'f')", ", 'd')").replace(', "f")', ', "d")'))  # sums of rewards
+    sys.path.insert(0, str(copy))
+
+
+def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
+    """shapes: of our parameters."""
+    import gym3
+    import torch
+    from phasic_policy_gradient import envs, logger, ppg, ppo
+    from phasic_policy_gradient.impala_cnn import ImpalaEncoder
+
+    trace, draws, project = Trace(), Draws(), Projections(shapes)
+    names = their_names(list(shapes), args["arch"])
+    minibatches, epochs = [], []  # statistics of the present iteration, of the present auxiliary phase
+
+    class Environments(gym3.Wrapper):
+        def act(self, actions):
+            trace.actions.append(actions)
+            super().act(actions)
+
+        def observe(self):
+            reward, obs, first = super().observe()
+            return reward.astype(np.float64), obs, first  # else their normaliser would work in float32
+
+    def sample(categorical):
+        noise = -np.log(-np.log(draws.uniform(size=categorical.logits.shape)))
+        return (categorical.logits + torch.from_numpy(noise)).argmax(-1)
+
+    def compute_losses(*inputs, original=ppo.compute_losses, **options):
+        losses, stats = original(*inputs, **options)
+        minibatches.append({name: x.item() for name, x in (losses | stats).items()})
+        return losses, stats
+
+    def dumpkvs(original=logger.dumpkvs):
+        """They log after each iteration, and after each epoch of an auxiliary phase."""
+        logged = {name: float(x) for name, x in logger.getkvs().items()}
+        state = model.state_dict()
+        projections = project([state[name].numpy() for name in names])
+        if "Iter" in logged:
+            # of separate epochs, those of the value function come first
+            value_updates = minibatches[: args["e_value"] * args["num_minibatches"]]
+            policy_updates = minibatches[-args["e_policy"] * args["num_minibatches"] :]
+            means = {name: np.mean([stats[name] for stats in policy_updates]) for name in policy_updates[0]}
+            means["vf"] = np.mean([stats["vf"] for stats in value_updates])
+            means["pg_and_kl"] = means["pg"] + means["pi_kl"]
+            if args["clip_coef"] == 0:
+                means["clipfrac"] = 0.0  # they count every ratio that is not 1
+            trace.losses.append(logged | means)
+            trace.projections.append(projections)
+            minibatches.clear()
+        else:
+            epochs.append(logged)
+            trace.losses[-1] |= {name: np.mean([epoch[name] for epoch in epochs]) for name in logged}
+            trace.projections[-1] = projections
+            if len(epochs) == args["e_auxiliary"]:
+                epochs.clear()
+        original()
+
+    levels = LEVELS | {"rand_seed": args["seed"]}
+    venv = Environments(envs.get_venv(num_envs=N, env_name=args["env_id"], **levels))
+    model = ppg.PhasicValueModel(venv.ob_space, venv.ac_space, lambda x: ImpalaEncoder(x.shape), arch=args["arch"])
+    initial = zip(names, weights(list(shapes.values())), strict=True)
+    model.load_state_dict({name: torch.from_numpy(x) for name, x in initial})
+    options = {"nstep": T, "γ": 0.999, "λ": 0.95, "nminibatch": args["num_minibatches"], "verbose": False}
+    options |= {"n_epoch_pi": args["e_policy"], "n_epoch_vf": args["e_value"], "lr": args["learning_rate"]}
+    options |= {"clip_param": args["clip_coef"], "kl_penalty": args["kl_coef"]}
+    phase = {"n_pi": args["n_iteration"], "n_aux_epochs": args["e_auxiliary"], "aux_mbsize": args["num_aux_rollouts"]}
+    with (
+        mock.patch.object(torch.distributions.Categorical, "sample", sample),
+        mock.patch.object(torch, "randperm", lambda n: torch.from_numpy(draws.permutation(n))),
+        mock.patch.object(ppo, "compute_losses", compute_losses),
+        mock.patch.object(logger, "dumpkvs", dumpkvs),
+    ):
+        # an iteration more than ours: theirs ends without the auxiliary phase that follows the last one
+        num_steps = args["total_timesteps"] + 1
+        ppg.learn(model=model, venv=venv, ppo_hps=options, aux_lr=5e-4, interacts_total=num_steps, **phase)
+    return trace
+
+
+def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
+    """shapes: of our parameters."""
+    import tensorflow.compat.v1 as tf
+
+    tf.disable_v2_behavior()
+    sys.modules["tensorflow"] = tf
+    from baselines import logger
+    from baselines.common.models import build_impala_cnn
+    from baselines.common.vec_env import VecEnvWrapper, VecExtractDictObs, VecMonitor, VecNormalize
+    from baselines.ppo2 import ppo2
+    from procgen import ProcgenEnv
+
+    trace, draws, project = Trace(), Draws(), Projections(shapes)
+    logged = {}
+
+    class Environments(VecEnvWrapper):
+        def reset(self):
+            return self.venv.reset()
+
+        def step_async(self, actions):
+            trace.actions.append(actions)
+            self.venv.step_async(actions)
+
+        def step_wait(self):
+            obs, reward, done, infos = self.venv.step_wait()
+            return obs, reward.astype(np.float64), done, infos
+
+    class Adam(tf.train.AdamOptimizer):
+        """TensorFlow keeps Adam's numbers in float32 if they are Python's."""
+
+        def __init__(self, learning_rate, epsilon):
+            super().__init__(learning_rate, np.float64(0.9), np.float64(0.999), np.float64(epsilon))
+
+    def clip_by_global_norm(grads, max_norm, original=tf.clip_by_global_norm):
+        return original(grads, max_norm, use_norm=tf.global_norm(grads) + 1e-6)
+
+    def random_uniform(shape, dtype):
+        return tf.reshape(tf.py_func(lambda shape: draws.uniform(size=shape), [shape], dtype), shape)
+
+    def shuffle(indices):
+        indices[:] = draws.permutation(len(indices))
+
+    def load_weights():
+        for variable, x in zip(tf.trainable_variables("ppo2_model"), weights(list(shapes.values())), strict=True):
+            variable.load(to_tensorflow(x), sess)
+
+    def dumpkvs():
+        trace.losses.append(dict(logged))
+        trace.projections.append(project(sess.run(tf.trainable_variables("ppo2_model"))))
+
+    levels = LEVELS | {"rand_seed": args["seed"]}
+    venv = Environments(VecExtractDictObs(ProcgenEnv(num_envs=N, env_name=args["env_id"], **levels), "rgb"))
+    venv = VecNormalize(VecMonitor(venv, keep_buf=100), ob=False)
+    # theirs have other axes: turn the directions instead of the parameters
+    project.directions = [to_tensorflow(direction) for direction in project.directions]
+    options = {"nsteps": T, "nminibatches": args["num_minibatches"], "noptepochs": 3, "gamma": 0.999, "lam": 0.95}
+    options |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "cliprange": 0.2, "lr": 5e-4}
+    options |= {"total_timesteps": args["total_timesteps"], "log_interval": 1, "init_fn": load_weights}
+    with (
+        tf.Session(config=tf.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1)) as sess,
+        mock.patch.multiple(tf, random_uniform=random_uniform, clip_by_global_norm=clip_by_global_norm),
+        mock.patch.object(tf, "get_variable", functools.partial(tf.get_variable, dtype=tf.float64)),
+        mock.patch.object(tf.train, "AdamOptimizer", Adam),
+        mock.patch.object(np.random, "shuffle", shuffle),
+        mock.patch.multiple(logger, logkv=logged.__setitem__, dumpkvs=dumpkvs),
+    ):
+        ppo2.learn(network=lambda x: build_impala_cnn(x, depths=[16, 32, 32], emb_size=256), env=venv, **options)
+    return trace
+
+
+def main(ppg_folder: str, baselines_folder: str) -> None:
+    import torch
+
+    sys.path.append(str(Path(__file__).parents[1]))
+    from ppg_procgen import Agent
+    from ppo_procgen import Agent as PPOAgent
+
+    def shapes_of(agent):
+        return {name: tuple(x.shape) for name, x in agent.named_parameters()}
+
+    stand_in_for_mpi()
+    np.bool = bool  # they need an older NumPy
+    torch.set_default_dtype(torch.float64)
+    traces = {}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["RCALL_LOGDIR"] = os.environ["OPENAI_LOGDIR"] = folder
+        copy_in_float64(ppg_folder, Path(folder) / "ppg")
+        copy_in_float64(baselines_folder, Path(folder) / "baselines")
+        from phasic_policy_gradient import logger, torch_util
+
+        torch_util.register_distributions_for_tree_util()
+        logger.configure(dir=folder, format_strs=["log"])
+        for name, args in PPG_RUNS.items():
+            with contextlib.redirect_stdout(io.StringIO()):
+                trace = run_ppg(args, shapes_of(Agent(args["arch"])))
+            traces[name] = trace.arrays(PPG_COLUMNS, args["total_timesteps"])
+        for name, args in PPO_RUNS.items():
+            trace = run_ppo(args, shapes_of(PPOAgent()))
+            traces[name] = trace.arrays(PPO_COLUMNS, args["total_timesteps"])
+    arrays = {f"{name}/{key}": x for name, trace in traces.items() for key, x in trace.items()}
+    np.savez_compressed(RESULTS, **arrays)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
