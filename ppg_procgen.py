@@ -194,7 +194,7 @@ class ImpalaCNN(nn.Module):
 
     num_features = 256
 
-    def __init__(self, obs_shape: tuple[int, int, int]) -> None:
+    def __init__(self, obs_shape: tuple[int, int, int] = (64, 64, 3)) -> None:
         super().__init__()
         height, width, channels = obs_shape
         size = 32 * math.ceil(height / 8) * math.ceil(width / 8)  # each stack halves the image
@@ -397,8 +397,8 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     logprobs = torch.empty((T, N), device=device)
     values = torch.empty((T + 1, N), device=device)
-    rewards = np.empty((T, N), np.float32)  # on the host, as dones
-    dones = np.empty((T + 1, N), np.float32)  # dones[t] is 1 where o_t begins an episode
+    rewards = torch.empty((T, N)).numpy()  # on the host, as dones
+    dones = torch.empty((T + 1, N)).numpy()  # dones[t] is 1 where o_t begins an episode
     pinned_obs = torch.empty(obs.shape[1:], dtype=torch.uint8, pin_memory=device.type == "cuda")
     num_rows = args.n_iteration * N if args.num_phases > 0 else 0
     buffer = Buffer((num_rows, T, *envs.obs_shape), device, args.aux_device, about)
@@ -452,7 +452,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
             b_obs = obs.flatten(0, 1)  # (T * N, ...)
             with torch.no_grad():
                 if args.arch == "dual":  # in large passes, now that the rollout is complete
-                    passes = b_obs.split(math.ceil(mb_size / num_chunks))
+                    passes = b_obs.split(min(math.ceil(mb_size / num_chunks), max_chunk))
                     pass_values = [agent(x, policy=False).values for x in passes]
                     values[:T] = torch.cat(pass_values).view(T, N)
                 values[T] = agent(torch.from_numpy(next_obs).to(device), policy=False).values
@@ -502,7 +502,8 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
             if aux_phase is None:
                 # Compute and store current policy pi_old for all states in B
                 # (critical!) not the policies of the rollouts
-                passes = buffer.obs.flatten(0, 1).split(math.ceil(aux_mb_size / num_aux_chunks))
+                pass_size = min(math.ceil(aux_mb_size / num_aux_chunks), max_chunk)
+                passes = buffer.obs.flatten(0, 1).split(pass_size)
                 with torch.no_grad():
                     old_logits = [aux_agent(x.to(device), value=False).logits for x in passes]
                 old_logprobs = torch.cat(old_logits).log_softmax(-1).view(num_rows, T, -1)
@@ -514,8 +515,9 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
                 if buffer.is_file:
                     checkpoint.save(iteration - 1, next_done=next_done, aux_phase=aux_phase)
                 aux_inds = torch.randperm(num_rows).view(-1, args.num_aux_rollouts)  # [PPG-2]
+                aux_inds = aux_inds[: args.num_aux_minibatches or None]
                 update_stats = []
-                for mb_inds in aux_inds[: args.num_aux_minibatches or None].tolist():
+                for mb_inds in aux_inds.tolist():
                     mb_obs = [buffer.obs[i].to(device, non_blocking=True) for i in mb_inds]
                     mb_stats = aux_update(
                         obs=torch.cat(mb_obs),
@@ -523,7 +525,8 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
                         returns=torch.cat([buffer.returns[i] for i in mb_inds]),
                     )
                     update_stats.append(mb_stats)
-                    detail = f"auxiliary epoch {epoch + 1}, minibatch {len(update_stats)}"
+                    detail = f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}, "
+                    detail += f"minibatch {len(update_stats)} of {len(aux_inds)}"
                     logger.tick("aux_phase", detail)
                 fetch_stats(update_stats, "losses/aux/", iteration, aux_phase["stats"])
             row = aux_phase["row"] | mean_stats(aux_phase["stats"])
@@ -938,6 +941,8 @@ class Logger:
 
     def log(self, row: dict[str, float], iteration: int) -> None:
         """Record an iteration. row: numbers by column; those that are not finite stay blank."""
+        if any(name.startswith("eval/") for name in row):
+            self.tick("evaluation")
         step = iteration * self.args.batch_size * NUM_RANKS
         wall_time = self.wall_time()
         row = {"iteration": iteration, "global_step": step, "wall_time": wall_time, **row}
@@ -1014,7 +1019,7 @@ def save_atomically(path: Path, state: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """A checkpoint, on the CPU, without running pickled code. UsageError if it is missing or
     damaged."""
-    require(path.exists(), f"no checkpoint to resume from: {path}; start the run again")
+    require(path.exists(), f"no checkpoint: {path}; start the run again, without --resume")
     try:
         with zipfile.ZipFile(path) as file:
             is_whole = file.testzip() is None  # torch.load does not compare CRCs
@@ -1132,7 +1137,7 @@ class Buffer:
         self.num_stored = len(state["returns"])
         self.returns[: self.num_stored] = state["returns"]
         is_there = self.is_file and self.is_old
-        require(self.num_stored == 0 or is_there, f"{self.path} is missing, or of another run")
+        require(self.num_stored == 0 or is_there, f"this takes --aux-device file and {self.path}")
 
 
 # ---- 8 Evaluation and video ----------------------------------------------------------------------
@@ -1210,9 +1215,10 @@ class Evaluator:
                 record_video(agent, envs, Path(args.run_dir) / f"{step}.mp4", args.seed)
             else:
                 returns = evaluate(agent, envs, args.seed)
-                row[f"eval/{split}_return"] = returns.mean()
+                row[f"eval/{split}_return"] = float(returns.mean())
                 if len(returns) > 1:
-                    row[f"eval/{split}_stderr"] = returns.std(ddof=1) / math.sqrt(len(returns))
+                    deviation = float(returns.std(ddof=1))
+                    row[f"eval/{split}_stderr"] = deviation / math.sqrt(len(returns))
         if "train" in self.envs:
             row["eval/generalization_gap"] = row["eval/train_return"] - row["eval/test_return"]
         return row

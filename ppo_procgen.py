@@ -153,7 +153,7 @@ class ImpalaCNN(nn.Module):
 
     num_features = 256
 
-    def __init__(self, obs_shape: tuple[int, int, int]) -> None:
+    def __init__(self, obs_shape: tuple[int, int, int] = (64, 64, 3)) -> None:
         super().__init__()
         height, width, channels = obs_shape
         size = 32 * math.ceil(height / 8) * math.ceil(width / 8)  # each stack halves the image
@@ -328,8 +328,8 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     logprobs = torch.empty((T, N), device=device)
     values = torch.empty((T + 1, N), device=device)
-    rewards = np.empty((T, N), np.float32)  # on the host, as dones
-    dones = np.empty((T + 1, N), np.float32)  # dones[t] is 1 where o_t begins an episode
+    rewards = torch.empty((T, N)).numpy()  # on the host, as dones
+    dones = torch.empty((T + 1, N)).numpy()  # dones[t] is 1 where o_t begins an episode
     pinned_obs = torch.empty(obs.shape[1:], dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     # Start, or continue from the checkpoint
@@ -800,6 +800,8 @@ class Logger:
 
     def log(self, row: dict[str, float], iteration: int) -> None:
         """Record an iteration. row: numbers by column; those that are not finite stay blank."""
+        if any(name.startswith("eval/") for name in row):
+            self.tick("evaluation")
         step = iteration * self.args.batch_size * NUM_RANKS
         wall_time = self.wall_time()
         row = {"iteration": iteration, "global_step": step, "wall_time": wall_time, **row}
@@ -876,7 +878,7 @@ def save_atomically(path: Path, state: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """A checkpoint, on the CPU, without running pickled code. UsageError if it is missing or
     damaged."""
-    require(path.exists(), f"no checkpoint to resume from: {path}; start the run again")
+    require(path.exists(), f"no checkpoint: {path}; start the run again, without --resume")
     try:
         with zipfile.ZipFile(path) as file:
             is_whole = file.testzip() is None  # torch.load does not compare CRCs
@@ -1009,9 +1011,10 @@ class Evaluator:
                 record_video(agent, envs, Path(args.run_dir) / f"{step}.mp4", args.seed)
             else:
                 returns = evaluate(agent, envs, args.seed)
-                row[f"eval/{split}_return"] = returns.mean()
+                row[f"eval/{split}_return"] = float(returns.mean())
                 if len(returns) > 1:
-                    row[f"eval/{split}_stderr"] = returns.std(ddof=1) / math.sqrt(len(returns))
+                    deviation = float(returns.std(ddof=1))
+                    row[f"eval/{split}_stderr"] = deviation / math.sqrt(len(returns))
         if "train" in self.envs:
             row["eval/generalization_gap"] = row["eval/train_return"] - row["eval/test_return"]
         return row

@@ -36,7 +36,6 @@ VARIANTS = {
     "num_grad_accum": f"{PPG} --env-id jumper --num-grad-accum 2 --num-aux-grad-accum 2",
     "aux_interval": f"{PPG} --env-id starpilot --aux-interval 2",
     "num_aux_minibatches": f"{PPG} --env-id starpilot --num-aux-minibatches 3",
-    "bfloat16": f"{PPG} --env-id starpilot --aux-dtype bfloat16",
     "anneal_lr": f"{PPG} --env-id leaper --anneal-lr",
     "single_optimizer": f"{PPG} --env-id maze --single-optimizer --e-policy 2",
     "clip_vloss": f"{PPG} --env-id ninja --clip-vloss --max-grad-norm 0.5",

@@ -32,14 +32,16 @@ PUBLISHED = SIZES | {"arch": "dual", "num_aux_rollouts": 2, "n_iteration": 1, "e
 PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0}
 PPG_RUNS = {
     "dual": PUBLISHED | {"env_id": "dodgeball", "seed": 47, "total_timesteps": 4 * T * N, "n_iteration": 2},
-    "detach": PUBLISHED | {"env_id": "jumper", "seed": 3, "total_timesteps": 5 * T * N, "n_iteration": 2},
+    "detach": PUBLISHED | {"env_id": "jumper", "seed": 25, "total_timesteps": 5 * T * N, "n_iteration": 2},
     "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "e_auxiliary": 2},
     "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "total_timesteps": 2 * T * N},
-    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 14, "total_timesteps": 2 * T * N, "learning_rate": 1e-3},
+    "separate": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "arch": "shared"},
+    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 18, "total_timesteps": 2 * T * N, "learning_rate": 7e-4},
 }
 PPG_RUNS["detach"] |= {"arch": "detach"}
 PPG_RUNS["shared"] |= {"arch": "shared", "e_policy": 3, "e_value": 3}
 PPG_RUNS["kl"] |= {"e_policy": 2, "e_value": 3, "clip_coef": 0.0, "kl_coef": 1.0}
+PPG_RUNS["separate"] |= {"e_value": 2}  # the one in which the two optimizers of the policy phase share parameters
 PPG_RUNS["clipping"] |= {"e_policy": 2, "e_value": 2}
 PPO_RUNS = {"ppo": SIZES | {"env_id": "jumper", "seed": 18, "total_timesteps": 3 * T * N}}
 

@@ -417,10 +417,10 @@ def poison_loss(setattr):
 def poison_weight(setattr):
     original, calls = ppg_procgen.update, iter(range(1000))
 
-    def update(optimizer, *rest, **minibatch):
+    def update(optimizer, params, *rest, **minibatch):
         if next(calls) == 1:
-            optimizer.param_groups[0]["params"][1].data[0] = np.nan
-        return original(optimizer, *rest, **minibatch)
+            params[1].data[0] = np.nan
+        return original(optimizer, params, *rest, **minibatch)
 
     setattr(ppg_procgen, "update", update)
 
@@ -428,9 +428,9 @@ def poison_weight(setattr):
 @pytest.mark.parametrize(
     "poison, message",
     [
-        (poison_reward, "policy_loss is nan on rank 0 at update 1 of 2 of the policy phase of iteration 3, step 192"),
-        (poison_loss, "kl_loss is .* on rank 0 at update 3 of 4 of the auxiliary phase of iteration 2, step 128"),
-        (poison_weight, "policy_loss is nan on rank 0 at update 2 of 2 of the policy phase of iteration 1, step 64"),
+        (poison_reward, "losses/policy_loss is nan on rank 0 at update 1 of 2 in iteration 3"),
+        (poison_loss, "losses/aux/kl_loss is .* on rank 0 at update 3 of 4 in iteration 2"),
+        (poison_weight, "losses/policy_loss is nan on rank 0 at update 2 of 2 in iteration 1"),
     ],
 )
 def test_a_number_that_is_not_finite_stops_the_run(tmp_path, monkeypatch, capsys, poison, message):

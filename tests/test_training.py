@@ -494,7 +494,6 @@ def test_the_command_of_the_readme(tmp_path):
     command = [sys.executable, "ppg_procgen.py", *flags, "--run-dir", str(tmp_path / "run")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and result.stderr == ""
-    lines = result.stdout.splitlines()
     assert re.findall(r"% \| step (\d+) \|", result.stdout) == ["64", "128", "192", "256"]
     rows = read_rows(tmp_path / "run")
     assert len(rows) == 4 and sum(row.get("losses/aux/kl_loss", "") != "" for row in rows) == 2

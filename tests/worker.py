@@ -96,6 +96,14 @@ def install_scripted(script, setattr, num_ranks: int, num_envs: int, rows: dict[
             parts.append((row * num_ranks * num_envs + rank * num_envs + e).reshape(rows[str(n)], -1))
         return torch.from_numpy(np.concatenate(parts, 1).flatten())
 
+    def std_mean(x, original=torch.std_mean, **options):
+        """PPO normalises the advantages of each rank's minibatch on their own."""
+        parts = [original(part, **options) for part in x.chunk(num_ranks)]
+        size = len(x) // num_ranks
+        return [torch.cat([part[i].expand(size) for part in parts]) for i in range(2)]
+
+    if script.__name__ == "ppo_procgen" and script.NUM_RANKS == 1:
+        setattr(torch, "std_mean", std_mean)
     action_calls, permutation_calls = itertools.count(), itertools.count()
     setattr(script, "ProcgenVectorEnv", type("Games", (ScriptedGames,), {"rank": script.RANK}))
     setattr(script, "sample_action", sample_action)
