@@ -9,31 +9,61 @@ import numpy as np
 import pytest
 import torch
 import worker
-from conftest import ROOT, TINY_PPG, read_rows
+from conftest import CHEAP_PPG, ROOT, TINY_PPG, make_args, read_rows, resume, same
+from conftest import train as train_script
 
 
-def recipe(tmp_path, title):
-    """The module that a recipe makes of ppg_procgen.py."""
-    text = (ROOT / "benchmark" / "GUIDE.md").read_text().split(f"### {title}\n")[1].split("\n### ")[0]
+def apply(*titles):
+    """What recipes, one after the other, make of the text of ppg_procgen.py."""
+    guide = (ROOT / "benchmark" / "GUIDE.md").read_text()
     source = (ROOT / "ppg_procgen.py").read_text()
-    for block in re.findall(r"```diff\n(.*?)```", text, re.S):
-        lines = block.splitlines(keepends=True)
-        before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in ("- ", "+ "))
-        assert source.count(before) == 1, f"the recipe's lines are not, or not once, in the file:\n{before}"
-        source = source.replace(before, after)
+    for title in titles:
+        text = guide.split(f"### {title}\n")[1].split("\n### ")[0]
+        for block in re.findall(r"```diff\n(.*?)```", text, re.S):
+            lines = block.splitlines(keepends=True)
+            before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in ("- ", "+ "))
+            assert source.count(before) == 1, f"the recipe's lines are not, or not once, in the file:\n{before}"
+            source = source.replace(before, after)
+    return source
+
+
+def recipe(tmp_path, *titles, small=True):
+    """The module that recipes make."""
     path = tmp_path / "my_ppg.py"
-    path.write_text(source)
+    path.write_text(apply(*titles))
     spec = importlib.util.spec_from_file_location("my_ppg", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["my_ppg"] = module
     spec.loader.exec_module(module)
-    module.ImpalaCNN = worker.SmallCNN
+    if small:
+        module.ImpalaCNN = worker.SmallCNN
     return module
 
 
 def train(module, tmp_path, **flags):
     module.main(module.Args(**TINY_PPG | {"run_dir": str(tmp_path / "run")} | flags))
     return read_rows(tmp_path / "run")
+
+
+class Blink(gymnasium.Env):
+    """A reward of 1 a step, cut by a time limit after 5."""
+
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def __init__(self, size: int = 64) -> None:
+        self.observation_space = gymnasium.spaces.Box(0, 255, (size, size, 3), np.uint8)
+        self.image = np.full((size, size, 3), 7, np.uint8)
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.image, {}
+
+    def step(self, action):
+        return self.image, 1.0, False, False, {}
+
+
+gymnasium.register("Blink-v0", Blink, max_episode_steps=5)
+gymnasium.register("LargeBlink-v0", Blink, max_episode_steps=5, kwargs={"size": 84})
 
 
 def test_change_the_policy_loss(tmp_path):
@@ -52,22 +82,8 @@ def test_change_the_policy_loss(tmp_path):
         assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_put_another_environment_in(tmp_path):
-    class Blink(gymnasium.Env):
-        """A reward of 1 a step, cut by a time limit after 5."""
-
-        observation_space = gymnasium.spaces.Box(0, 255, (64, 64, 3), np.uint8)
-        action_space = gymnasium.spaces.Discrete(3)
-
-        def reset(self, seed=None, options=None):
-            super().reset(seed=seed)
-            return np.full((64, 64, 3), 7, np.uint8), {}
-
-        def step(self, action):
-            return np.full((64, 64, 3), 7, np.uint8), 1.0, False, False, {}
-
-    gymnasium.register("Blink-v0", Blink, max_episode_steps=5)
-    module = recipe(tmp_path, "Put another environment in")
+def test_another_environment_and_its_time_limits(tmp_path):
+    module = recipe(tmp_path, "Use another environment", "Bootstrap at time limits")
     seen, original = [], module.compute_gae
 
     def compute_gae(rewards, values, dones, *rest):
@@ -78,16 +94,82 @@ def test_put_another_environment_in(tmp_path):
     rows = train(module, tmp_path, env_id="Blink-v0")
     assert [float(row["charts/episodic_return"]) for row in rows] == [5.0] * 4
     rewards, values, dones = seen[-1]
-    ended = dones[1:].bool()
+    ended = dones[1:] == 1
     # all observations are the same: where the limit cuts, the value of one more of them is added
     scale = rewards[~ended].mean()
-    assert torch.allclose(rewards[ended], scale + 0.999 * values[:-1][ended], atol=1e-3)
+    np.testing.assert_allclose(rewards[ended], scale + 0.999 * values[:-1][ended], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "title, package, env_id, size",
+    [("Play Atari", "ale_py", "ALE/Breakout-v5", 64), ("Play MiniGrid", "minigrid", "MiniGrid-DoorKey-5x5-v0", 56)],
+)
+def test_real_environments(tmp_path, title, package, env_id, size):
+    """Trains with them only where they are installed."""
+    titles = "Use another environment", title
+    apply(*titles)
+    pytest.importorskip(package)
+    module = recipe(tmp_path, *titles, small=False)
+    rows = train(module, tmp_path, **CHEAP_PPG | {"env_id": env_id, "eval_interval": 4, "eval_episodes": 1})
+    assert len(rows) == 4 and float(rows[1]["losses/aux/kl_loss"]) > 0
+    weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
+    assert weights["policy_encoder.dense.weight"].shape == (256, 32 * (size // 8) ** 2)
+
+
+def test_stack_frames(tmp_path):
+    module = recipe(tmp_path, "Stack frames", small=False)
+    envs = module.FrameStack("chaser", 2, seed=1)
+    plain = module.ProcgenVectorEnv("chaser", 2, seed=1)
+    images = [plain.reset()[0]] * 4
+    for _ in range(600):
+        assert np.array_equal(envs.reset()[0], np.concatenate(images[-4:], -1))
+        actions = np.zeros(2, np.int64)
+        obs, _, terminated, _, _ = plain.step(actions)
+        assert np.array_equal(envs.step(actions)[0][..., 9:], obs)
+        if terminated.any():
+            break
+        images.append(obs)
+    assert terminated.any()
+    new = np.flatnonzero(terminated)[0]
+    assert np.array_equal(envs.reset()[0][new], np.tile(obs[new], 4))
+
+
+def test_stacked_frames_resume_exactly(tmp_path):
+    module = recipe(tmp_path, "Stack frames", small=False)
+    flags = CHEAP_PPG | {"n_iteration": 1}
+    whole = train_script(module, make_args(module, tmp_path / "whole", **flags), small=False)
+    part = train_script(module, make_args(module, tmp_path / "part", **flags | {"total_timesteps": 32}), small=False)
+    resume(module, part, "--total-timesteps", 64, small=False)
+    assert same(part, whole)
+
+
+def test_use_another_network(tmp_path):
+    """With images of another size."""
+    module = recipe(tmp_path, "Use another environment", "Use another network", small=False)
+    rows = train(module, tmp_path, **CHEAP_PPG | {"env_id": "LargeBlink-v0", "arch": "dual"})
+    assert len(rows) == 4
+    weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
+    assert weights["value_encoder.dense.weight"].shape == (512, 7 * 7 * 64)  # as in DQN
+
+
+def test_add_an_intrinsic_reward(tmp_path):
+    module = recipe(tmp_path, "Add an intrinsic reward")
+    seen, original = [], module.compute_gae
+
+    def compute_gae(rewards, *rest):
+        seen.append(rewards)
+        return original(rewards, *rest)
+
+    module.compute_gae = compute_gae
+    rows = train(module, tmp_path, env_id="coinrun", total_timesteps=64 * 12, learning_rate=1e-3)
+    assert all((rewards > 0).all() for rewards in seen)  # coinrun itself has no reward in so few steps
+    losses = [float(row["losses/rnd_loss"]) for row in rows]
+    assert 0 < losses[-1] < 0.5 * losses[0]
 
 
 def test_add_an_auxiliary_head(tmp_path):
-    rows = train(
-        recipe(tmp_path, "Add an auxiliary head with a loss of its own"), tmp_path, num_steps=32, total_timesteps=512
-    )
+    module = recipe(tmp_path, "Add an auxiliary head with its own loss")
+    rows = train(module, tmp_path, num_steps=32, total_timesteps=512)
     losses = [float(row["losses/aux/moment_loss"]) for row in rows if row["losses/aux/moment_loss"]]
     assert len(losses) >= 2 and all(np.isfinite(losses))
     weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
