@@ -72,10 +72,10 @@ Game = Literal[
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of the whole run, over all ranks
-    seed: int = 1  # on a CPU, the same seed and number of threads give the same bits
+    seed: int = 1  # on a CPU, same seed and number of threads: bit-identical results
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     run_dir: str = ""  # run folder (default: runs/{env_id}__{exp_name}__{seed}__{time})
-    resume: str | None = None  # run folder to continue, with its flags; total_timesteps may grow
+    resume: str | None = None  # run folder to resume, with its own flags; total_timesteps may grow
     checkpoint_interval: int = 4  # iterations between checkpoints
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
@@ -86,16 +86,16 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team
 
     # evaluation
-    eval_interval: int = 0  # iterations between evaluations; one more at the end; 0: none
+    eval_interval: int = 0  # iterations between evaluations, plus one at the end; 0: none
     eval_episodes: int = 128  # episodes of an evaluation, one in each of as many environments
-    capture_video: bool = False  # record four episodes with each evaluation, or else at the end
+    capture_video: bool = False  # record four episodes at each evaluation, or else at the end
 
     # environment
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     num_levels: int = 0  # number of training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: parallel environments of each rank
-    env_threads: int = -1  # procgen's threads; 0: step in the main thread; -1: by number of cores
+    env_threads: int = -1  # procgen's threads; 0: step in the main thread; -1: chosen by cores
 
     # policy phase
     num_steps: int = 256  # T: steps of each environment in a rollout
@@ -105,7 +105,7 @@ class Args:
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     reward_gamma: float = 0.99  # discount of the returns whose deviation scales the rewards
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
-    num_grad_accum: int = 0  # chunks of a minibatch: same step, less memory; 0: by device
+    num_grad_accum: int = 0  # split minibatches into chunks: same step, less memory; 0: auto
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1  # E_V: value epochs
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
@@ -127,10 +127,10 @@ class Args:
     num_aux_minibatches: int = 0  # minibatches of an auxiliary epoch; 0: the whole buffer
     # chunks of an auxiliary minibatch, as num_grad_accum
     num_aux_grad_accum: Annotated[int, tyro.conf.arg(aliases=["--n-aux-grad-accum"])] = 0
-    aux_interval: int = 1  # do only every k-th auxiliary phase (2: similar results on easy levels)
+    aux_interval: int = 1  # run only every k-th auxiliary phase
     single_optimizer: bool = False  # one Adam for both phases, as in CleanRL
-    # place of the buffer's observations; auto: the GPU if they fit, else a file in the run folder,
-    # which survives a kill
+    # where the buffer's observations are; auto: on the GPU if they take at most half of its free
+    # memory, else in a file in the run folder, which survives a kill
     aux_device: Literal["auto", "cuda", "cpu", "file"] = "auto"
     aux_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
 
@@ -158,7 +158,7 @@ class Args:
 # ---- 2 Networks ----------------------------------------------------------------------------------
 @torch.no_grad()
 def normalized_init(layer: nn.Conv2d | nn.Linear, scale: float) -> nn.Conv2d | nn.Linear:  # [PPG-3]
-    """Rescale torch's default weights: those of each output unit get the L2 norm scale."""
+    """Rescale torch's weights: those of each output unit get L2 norm scale. Zero the biases."""
     dims = tuple(range(1, layer.weight.dim()))
     layer.weight *= scale / torch.linalg.vector_norm(layer.weight, dim=dims, keepdim=True)
     layer.bias.zero_()
@@ -183,8 +183,8 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # max-pooling commutes with adding the bias (in float32 to the bit); in this order a
-        # compiled backward pass need not keep conv + bias
+        # Pool before adding the bias: the same result (in float32 to the bit), and a compiled
+        # backward pass need not store conv + bias.
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
@@ -232,8 +232,8 @@ class Agent(nn.Module):
         self.value_head = normalized_init(nn.Linear(num_features, 1), 0.1)
 
     def forward(self, obs, policy: bool = True, value: bool = True, aux: bool = False) -> Outputs:
-        """obs: uint8 (B, 64, 64, 3). Compute logits, values, auxiliary values as they are asked for
-        by policy, value and aux."""
+        """obs: uint8 (B, height, width, channels). policy, value and aux select what is computed:
+        logits, values, auxiliary values."""
         logits = values = aux_values = None
         if policy or aux or self.arch != "dual":
             features = self.policy_encoder(obs)
@@ -245,8 +245,8 @@ class Agent(nn.Module):
             if self.arch == "dual":
                 features = self.value_encoder(obs)
             elif self.arch == "detach":
-                features = features.detach()  # (critical!) in both phases, the true value loss
-                # must not train the trunk
+                # (critical!) in both phases, the true value loss must not train the trunk
+                features = features.detach()
             values = self.value_head(features).squeeze(-1)
         return Outputs(logits, values, aux_values)
 
@@ -372,7 +372,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
             return {"actions": actions, "logprobs": logprobs}
         return {"actions": actions, "logprobs": logprobs, "values": outputs.values}  # values: free
 
-    # Updates: each is one optimizer step on a minibatch, if it is large in chunks one after another
+    # Each update is one optimizer step on a minibatch, computed in chunks if the minibatch is large
     # (on a CPU larger chunks take gigabytes, on a GPU larger convolutions in bfloat16 are slow)
     max_chunk = 16_384 if device.type == "cuda" else 512
     mb_size = args.batch_size // args.num_minibatches
@@ -413,7 +413,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     checkpoint = Checkpoint(about, device, parts, {"envs": envs, "buffer": buffer})
     start_iteration = 0
     next_done = torch.ones(N, dtype=torch.bool)
-    aux_phase = None  # what a run that was stopped inside an auxiliary phase has done of it
+    aux_phase = None  # progress inside the auxiliary phase, if a run resumes there
     if args.resume:
         start_iteration, next_done, aux_phase = checkpoint.restore(choose_checkpoint(args))
     else:
@@ -432,7 +432,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         value_optimizer.param_groups[0]["lr"].fill_(remaining * args.learning_rate)
         aux_optimizer.param_groups[0]["lr"].fill_(remaining * args.aux_learning_rate)
 
-        # Policy phase; a run that was stopped inside the auxiliary phase after it has done it
+        # Policy phase; skipped when a run resumes inside the auxiliary phase that follows
         if aux_phase is None:
             # Perform rollouts under current policy pi
             for t in range(T):
@@ -1378,7 +1378,7 @@ def main(args: Args) -> None:
             where += f", epoch {aux_phase['epoch'] + 1} of the auxiliary phase"
         num_rows = path.with_name("metrics.csv").read_text().count("\n") - 1
         again = max(num_rows - state["iteration"], 0)
-        say(f"it continues at {where}; {again} finished iterations will be done again", sys.stderr)
+        say(f"it continues at {where}; iterations to be done again: {again}", sys.stderr)
         words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]  # without the flags
         say(f"to continue: {shlex.join([*words, '--resume', args.run_dir])}", sys.stderr)
     sys.exit(code)

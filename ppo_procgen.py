@@ -68,10 +68,10 @@ Game = Literal[
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of the whole run, over all ranks
-    seed: int = 1  # on a CPU, the same seed and number of threads give the same bits
+    seed: int = 1  # on a CPU, same seed and number of threads: bit-identical results
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     run_dir: str = ""  # run folder (default: runs/{env_id}__{exp_name}__{seed}__{time})
-    resume: str | None = None  # run folder to continue, with its flags; total_timesteps may grow
+    resume: str | None = None  # run folder to resume, with its own flags; total_timesteps may grow
     checkpoint_interval: int = 4  # iterations between checkpoints
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
@@ -82,16 +82,16 @@ class Args:
     wandb_entity: str | None = None  # Weights & Biases team
 
     # evaluation
-    eval_interval: int = 0  # iterations between evaluations; one more at the end; 0: none
+    eval_interval: int = 0  # iterations between evaluations, plus one at the end; 0: none
     eval_episodes: int = 128  # episodes of an evaluation, one in each of as many environments
-    capture_video: bool = False  # record four episodes with each evaluation, or else at the end
+    capture_video: bool = False  # record four episodes at each evaluation, or else at the end
 
     # environment
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     num_levels: int = 0  # number of training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: parallel environments of each rank
-    env_threads: int = -1  # procgen's threads; 0: step in the main thread; -1: by number of cores
+    env_threads: int = -1  # procgen's threads; 0: step in the main thread; -1: chosen by cores
 
     # optimisation
     num_steps: int = 256  # T: steps of each environment in a rollout
@@ -101,7 +101,7 @@ class Args:
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation
     reward_gamma: float = 0.99  # discount of the returns whose deviation scales the rewards
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
-    num_grad_accum: int = 0  # chunks of a minibatch: same step, less memory; 0: by device
+    num_grad_accum: int = 0  # split minibatches into chunks: same step, less memory; 0: auto
     update_epochs: int = 3  # epochs over the N * T samples
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
     ent_coef: float = 0.01  # c: weight of the entropy bonus
@@ -141,9 +141,9 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # ceil_mode pads as TensorFlow does, below and on the right only
-        # max-pooling commutes with adding the bias (in float32 to the bit); in this order a
-        # compiled backward pass need not keep conv + bias
+        # ceil_mode pads as TensorFlow does, below and on the right only.
+        # Pool before adding the bias: the same result (in float32 to the bit), and a compiled
+        # backward pass need not store conv + bias.
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, ceil_mode=True)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
@@ -190,7 +190,7 @@ class Agent(nn.Module):
         nn.init.orthogonal_(self.value_head.weight, 1.0)
 
     def forward(self, obs, value: bool = True) -> Outputs:
-        """obs: uint8 (B, 64, 64, 3). Without value, values is None."""
+        """obs: uint8 (B, height, width, channels). Without value, values is None."""
         features = self.encoder(obs)
         logits = self.policy_head(features)
         values = None
@@ -312,7 +312,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         actions, logprobs = sample_action(outputs.logits)
         return {"actions": actions, "logprobs": logprobs, "values": outputs.values}
 
-    # The update is one optimizer step on a minibatch, if it is large in chunks one after another
+    # The update is one optimizer step on a minibatch, computed in chunks if it is large
     max_chunk = 512  # on a CPU larger chunks take gigabytes and are no faster
     if device.type == "cuda":
         max_chunk = 16_384  # larger convolutions take a slow path
@@ -1150,7 +1150,7 @@ def main(args: Args) -> None:
         where = f"iteration {state['iteration'] + 1}"
         num_rows = path.with_name("metrics.csv").read_text().count("\n") - 1
         again = max(num_rows - state["iteration"], 0)
-        say(f"it continues at {where}; {again} finished iterations will be done again", sys.stderr)
+        say(f"it continues at {where}; iterations to be done again: {again}", sys.stderr)
         words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]  # without the flags
         say(f"to continue: {shlex.join([*words, '--resume', args.run_dir])}", sys.stderr)
     sys.exit(code)
