@@ -173,7 +173,7 @@ def test_a_signal_stops_the_run_and_says_how_to_go_on(tmp_path, trained, killed,
     assert result.returncode == 128 + number
     stopped, where, command = result.stderr.splitlines()
     assert stopped == f"stopped: by {number.name}"
-    assert where == "it continues at iteration 3; 1 finished iterations will be done again"
+    assert where == "it continues at iteration 3; iterations to be done again: 1"
     assert re.fullmatch(rf"to continue: python ppg_procgen.py --resume '{run_dir}'", command)
     assert not list(run_dir.glob("*.tmp*"))
     resume(ppg_procgen, run_dir)
