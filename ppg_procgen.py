@@ -951,7 +951,7 @@ class Logger:
         row["charts/SPS"] = step / wall_time
         row.update({f"time/{phase}": seconds for phase, seconds in self.row_seconds.items()})
         self.row_seconds.clear()
-        row = {name: x for name, x in row.items() if math.isfinite(x)}
+        row = {name: x if math.isfinite(x) else None for name, x in row.items()}
         self.rows.append(row)
         if RANK > 0:
             return
@@ -959,6 +959,7 @@ class Logger:
             self.table.writerow(row)
         else:
             self.write_table()
+        row = {name: x for name, x in row.items() if x is not None}
         scalars = {name if "/" in name else f"charts/{name}": x for name, x in row.items()}
         for name, x in scalars.items():
             self.tensorboard.add_scalar(name, x, step)
@@ -995,8 +996,9 @@ class Logger:
         text = detail or f"step {step:,} | {step / elapsed:,.0f} steps/s"
         if self.rows:
             self.bar.n = int(100 * elapsed / (elapsed + left))
-            last_return = self.rows[-1].get("charts/mean_return_100", math.nan)
-            text += f" | {tqdm.format_interval(left)} left | return {last_return:.2f}"
+            last_return = self.rows[-1]["charts/mean_return_100"]
+            text += f" | {tqdm.format_interval(left)} left"
+            text += " | no episode yet" if last_return is None else f" | return {last_return:.2f}"
         self.bar.set_description_str(text)
         if self.bar.disable:
             say(f"{self.bar.n:3d}% | {text}")
