@@ -178,6 +178,7 @@ def test_one_rank_is_a_plain_run(ranks, trained, tmp_path):
 # ---- torchrun
 
 
+@pytest.mark.slow
 def test_a_lost_rank_ends_a_torchrun_and_its_last_line_resumes_to_the_bits_of_one_never_killed(whole, tmp_path):
     """Rank 1 is killed in the second phase. What rank 0 says goes after the words for torchrun."""
     run_dir, options = tmp_path / "a run", {"kill": {"rank": 1, "target": "update", "k": 14}}

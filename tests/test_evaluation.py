@@ -233,6 +233,7 @@ def resident_megabytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_over_fifty_evaluations(run, monkeypatch):
     megabytes = []
 

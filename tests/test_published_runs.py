@@ -85,7 +85,10 @@ def assert_same(trace: dict[str, np.ndarray], published: dict[str, np.ndarray], 
         np.testing.assert_allclose(trace[key], theirs, rtol=tolerance, atol=tolerance, err_msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize("name", RUNS)
+SLOW = ("shared", "separate", "clipping")  # with these, the default tests would take over four minutes
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in RUNS])
 def test_whole_run(name, run, published, monkeypatch):
     """In float64 what differs is rounding alone."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)

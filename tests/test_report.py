@@ -344,6 +344,7 @@ def test_figure2_from_the_published_curves_alone(tmp_path, tool):
     assert line.get_ydata()[49] == pytest.approx(in_bin.groupby("run").episodic_return.mean().mean())
 
 
+@pytest.mark.slow
 def test_figure2_with_our_runs_over_it(tmp_path, tool, capsys):
     for seed in (1, 2):
         write_run(tmp_path / "runs", "maze", seed=seed, distribution_mode="hard", num_rows=610)
@@ -694,7 +695,8 @@ def test_bad_arguments_give_one_line_and_exit_code_2(tmp_path, monkeypatch, caps
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("num_seeds, num_rows", [(1, 100), pytest.param(5, 1525, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_seeds, num_rows", [(1, 100), (5, 1525)])
 def test_a_whole_benchmark(tmp_path, tool, num_seeds, num_rows):
     """4 algorithms on 16 games; the full one has 320 runs of 25M steps, and takes about 20 s."""
     for name, score in (("ppg_procgen", 0.8), ("ppg_detach", 0.7), ("ppg_kl", 0.75), ("ppo_procgen", 0.5)):

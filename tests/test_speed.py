@@ -123,6 +123,7 @@ def test_a_policy_update_leaves_the_auxiliary_head_alone(device):
         assert agent.aux_value_head.weight.grad is None and torch.equal(agent.aux_value_head.weight, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ["dual", "detach"])
 def test_auxiliary_phase_in_bfloat16_stays_close(device, arch):
     """bfloat16 keeps 8 bits. Without its rounding the paths agree to 1e-5, so what is left is its rounding."""

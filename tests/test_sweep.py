@@ -512,7 +512,8 @@ def test_the_scripts_share_their_games_and_tiny_sizes():
         assert files == ["common.sh"], words
 
 
-@pytest.mark.parametrize("script", ["ppo_procgen", pytest.param("ppg_procgen", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["ppo_procgen", "ppg_procgen"])
 def test_training_runs_of_a_killed_sweep_are_whole_after_a_second_call(lab, script):
     """With the real scripts: the second run is killed with the sweep as its first row is on the disk."""
     tiny = CHEAP_PPG if script == "ppg_procgen" else CHEAP_PPO | {"checkpoint_interval": 1}

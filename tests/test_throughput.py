@@ -207,6 +207,7 @@ def test_bad_arguments(name):
         throughput.Args(**{name: 0})
 
 
+@pytest.mark.slow
 def test_probe(monkeypatch):
     monkeypatch.setattr(throughput, "NETWORK_SAMPLES", 8)
     machine = throughput.probe(throughput.Args(num_envs=2, cuda=False, probe_seconds=0.001))

@@ -501,7 +501,8 @@ def test_the_command_of_the_readme(tmp_path):
     assert {"args.json", "metrics.csv", "agent.pt", "checkpoint.pt", "ppg_procgen.py"} < files
 
 
-@pytest.mark.parametrize("lines", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [0, 1])
 def test_a_reader_that_goes_does_not_end_the_run(tmp_path, lines):
     """As with `| head -1`."""
     command = [sys.executable, "ppo_procgen.py", *as_flags(CHEAP_PPO), f"--run-dir={tmp_path / 'run'}"]
