@@ -712,6 +712,8 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
     agent.to(device, memory_format=torch.channels_last)
     if on_gpu and args.compile:
         torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
+        if torch.__version__ < "2.13":  # its worker processes can hang at exit (pytorch #162199)
+            torch._inductor.config.compile_threads = 1
         # else Inductor gives up channels_last, because no convolution has more than 64 channels
         options = {"force_layout_optimization": True}
         for module in agent.modules():
@@ -970,6 +972,7 @@ class Logger:
                 scalars["video"] = self.wandb.Video(str(video))
             self.wandb.log({**scalars, "global_step": step})
         self.show()
+        self.last_tick = time.time()  # writing all this belongs to no phase
 
     def tick(self, phase: str, detail: str = "") -> None:
         """Count a rollout step, an epoch of the policy phase, or an auxiliary minibatch."""
@@ -1118,7 +1121,7 @@ class Buffer:
             with open(self.path, "ab") as file:  # without space, writing would kill the process
                 os.posix_fallocate(file.fileno(), 0, size)
         except OSError as error:
-            message = f"the buffer needs {size / 1e9:.1f} GB in {self.path}: {error.strerror}"
+            message = f"the buffer needs {size / 1e9:.3g} GB in {self.path}: {error.strerror}"
             raise UsageError(f"{message}; --aux-device cpu keeps it in memory") from None
         self.obs = torch.from_file(str(self.path), True, size, dtype=torch.uint8).view(shape)
 
@@ -1417,6 +1420,8 @@ def parse_args() -> Args:
     may_grow = more == 0 or (more > 0 and not args.anneal_lr)
     require(may_grow, "total_timesteps contradicts the checkpoint, or the schedule of anneal_lr")
     if state["iteration"] == args.num_iterations:
+        for path in Path(args.resume).glob("buffer_*.bin"):  # if a kill at the very end left it
+            path.unlink()
         say(f"{args.resume} is finished; a larger --total-timesteps extends it")
         sys.exit()
     return args

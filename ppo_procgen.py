@@ -586,6 +586,8 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
     agent.to(device, memory_format=torch.channels_last)
     if on_gpu and args.compile:
         torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
+        if torch.__version__ < "2.13":  # its worker processes can hang at exit (pytorch #162199)
+            torch._inductor.config.compile_threads = 1
         # else Inductor gives up channels_last, because no convolution has more than 64 channels
         options = {"force_layout_optimization": True}
         for module in agent.modules():
@@ -827,6 +829,7 @@ class Logger:
                 scalars["video"] = self.wandb.Video(str(video))
             self.wandb.log({**scalars, "global_step": step})
         self.show()
+        self.last_tick = time.time()  # writing all this belongs to no phase
 
     def tick(self, phase: str, detail: str = "") -> None:
         """Count a rollout step, an epoch of the policy phase, or an auxiliary minibatch."""

@@ -71,7 +71,7 @@ class CountedGames(procgen.env.ProcgenGym3Env):
     def end_iteration(self) -> None:
         rewards, dones = (np.stack(x).astype(np.float32) for x in (self.rewards, self.dones))
         self.rewards, self.dones, self.rows = [], [], self.rows + 1
-        row = {"iteration": self.rows, "global_step": self.rows * rewards.numel()}
+        row = {"iteration": self.rows, "global_step": self.rows * rewards.size}
         row |= {"wall_time": time.time() - self.start_time} | self.statistics.update(rewards, dones)
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
         self.write([row[name] if np.isfinite(row[name]) else "" for name in COLUMNS])

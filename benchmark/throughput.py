@@ -265,7 +265,8 @@ def measure(folder: Path, args: Args, machine: dict, seconds: float | None) -> d
         result["warm_up_seconds"] = seconds - sum(phase_seconds)
     if not rows:
         return result
-    args_of_run = json.loads(metrics.with_name("args.json").read_text())["args"]
+    about = json.loads(metrics.with_name("args.json").read_text())
+    args_of_run = about["args"] | about.get("used", {})  # what "auto" stood for
     backward, forward, policy_updates, aux_updates, aux_backward = work_of(args_of_run)
     result["passes_per_step"] = {"forward_backward": backward, "forward": forward}
     measured = rows[args.n_iteration : args.n_iteration * len(times)]
@@ -275,7 +276,7 @@ def measure(folder: Path, args: Args, machine: dict, seconds: float | None) -> d
         ("aux_update_ms", "time/aux_phase", len(phase_seconds) * aux_updates),
     ):
         if calls:
-            result[name] = 1000 * sum(row[column] for row in measured) / calls
+            result[name] = 1000 * sum(row.get(column, 0) for row in measured) / calls
     if machine:
         arithmetic = (BACKWARD_FLOP * backward + FORWARD_FLOP * forward) / machine["flop_per_second"]
         aux_bytes = BACKWARD_BYTES[args_of_run.get("aux_dtype", "float32")] * aux_backward

@@ -716,7 +716,7 @@ def test_shared_definitions_are_the_same_word_for_word():
         "normalized_init auxiliary_phase_loss standardize choose_checkpoint Buffer".split()
     )
     differ = "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent policy_phase_loss train RewardNormalizer "
-    differ += "speed_up count_work check_args choose_auto main ALGORITHM MAY_CHANGE"
+    differ += "speed_up count_work check_args choose_auto main parse_args ALGORITHM MAY_CHANGE"
     assert {name for name in set(ppg) & set(ppo) if ppg[name] != ppo[name]} == set(differ.split())
 
 
