@@ -1176,7 +1176,7 @@ def parse_args() -> Args:
     try:
         is_ours = state["about"]["algorithm"] == ALGORITHM
         saved = {**state["about"]["args"], "resume": args.resume, "run_dir": args.resume}
-    except (KeyError, TypeError):  # another file of torch
+    except (KeyError, TypeError, IndexError):  # another file of torch
         is_ours = False
     require(is_ours, f"{args.resume} is no run of {Path(__file__).name}")
     odd = set(saved) ^ {x.name for x in fields(Args)}

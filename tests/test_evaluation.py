@@ -447,3 +447,9 @@ def test_its_environments_step_in_the_main_thread(tool, monkeypatch):
     monkeypatch.setattr(ppg_procgen.Args, "env_threads", -1)
     tool.play_set(SimpleAgent(), tool.Args(path=Path(), episodes=2), "bossfight", "easy", "0:2", range(2), Path())
     assert all(options.get("num_threads", 0) == 0 for options in made)
+
+
+def test_one_episode_has_no_standard_error(run, recwarn):
+    row = read_rows(run(**GAME, small=False, eval_interval=2, eval_episodes=1))[-1]
+    assert row["eval/test_return"] != "" and "eval/test_stderr" not in row
+    assert not [warning for warning in recwarn if issubclass(warning.category, RuntimeWarning)]

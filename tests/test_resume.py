@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
+    CHEAP_PPG,
+    CHEAP_PPO,
+    ROOT,
     TINY,
     TINY_PPG,
     as_flags,
@@ -480,3 +484,107 @@ def test_comparable_means_something(trained):
     rows, weights = comparable(trained())
     assert {"losses/policy_loss", "global_step"} < set(rows[0]) and len(weights) >= 10
     assert not same(trained(), trained(seed=2))
+
+
+# ---- odd files, odd shells
+
+
+def change(*keys):
+    """A function that changes an entry of a checkpoint, or removes it if the last key is None."""
+
+    def change(state):
+        for key in keys[:-2]:
+            state = state[key]
+        if keys[-1] is None:
+            del state[keys[-2]]
+        else:
+            state[keys[-2]] = keys[-1]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "harm, message",
+    [
+        (change("about", "args", "my_coef", 1.0), "differ in flags: {'my_coef'}"),
+        (change("about", "args", "gamma", None), "differ in flags: {'gamma'}"),
+        (change("about", 7), "no run of ppg_procgen.py"),
+        (change("about", "args", None), "no run of ppg_procgen.py"),
+        (change("ranks", None), "does not fit this script: KeyError"),
+        (change("about", "args", "arch", "detach"), "does not fit this script: RuntimeError"),
+    ],
+)
+def test_a_checkpoint_of_another_script_is_refused_in_one_line(finished, harm, message):
+    run_dir = finished()
+    state = torch.load(run_dir / "checkpoint.pt", weights_only=True)
+    harm(state)
+    torch.save(state, run_dir / "checkpoint.pt")
+    with pytest.raises(UsageError) as error:
+        resume(ppg_procgen, run_dir, "--total-timesteps", 256)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_of_torch_that_is_no_checkpoint_is_refused(tmp_path):
+    torch.save(torch.zeros(3), tmp_path / "checkpoint.pt")
+    with pytest.raises(UsageError, match="no run of ppg_procgen.py"):
+        parse(ppg_procgen, "--resume", tmp_path)
+
+
+def test_a_buffer_of_another_size_or_none_is_refused(tmp_path, killed):
+    """The checkpoint is inside the auxiliary phase, whose observations are in the file."""
+    run_dir = tmp_path / "run"
+    assert killed(ppg_procgen, TINY_PPG | {"run_dir": run_dir}, "update", 6).returncode == -signal.SIGKILL
+    (path,) = run_dir.glob("buffer_*.bin")
+    os.truncate(path, 1000)
+    with pytest.raises(UsageError, match="this takes --aux-device file and .*buffer_"):
+        resume(ppg_procgen, run_dir)
+    path.unlink()
+    with pytest.raises(UsageError, match="this takes --aux-device file and .*buffer_"):
+        resume(ppg_procgen, run_dir)
+
+
+def test_a_new_run_on_a_full_disk_leaves_nothing(small_disk, capsys):
+    (small_disk / "filler").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 200_000))
+    with pytest.raises(SystemExit) as end:
+        train(ppo_procgen, make_args(ppo_procgen, small_disk / "run"))
+    assert end.value.code == 1 and "No space left on device" in capsys.readouterr().err
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+    flags = {"num_envs": 16, "num_steps": 64, "total_timesteps": 4096}
+    (small_disk / "filler").unlink()
+    with pytest.raises(UsageError, match="the buffer needs .*No space left on device; --aux-device cpu"):
+        train(ppg_procgen, make_args(ppg_procgen, small_disk / "run", **flags))
+    assert list(small_disk.iterdir()) == []
+
+
+def test_a_deleted_table_is_written_again(run, trained, monkeypatch):
+    original = ppg_procgen.Logger.log
+
+    def log(self, row, iteration):
+        if iteration == 3:
+            self.path.unlink()
+        original(self, row, iteration)
+
+    monkeypatch.setattr(ppg_procgen.Logger, "log", log)
+    assert same(run(), trained())
+
+
+def test_a_run_trains_without_standard_streams(tmp_path, script):
+    """As a daemon may start it."""
+    flags = as_flags((CHEAP_PPG if script is ppg_procgen else CHEAP_PPO) | {"run_dir": tmp_path / "run"})
+    command = shlex.join([sys.executable, f"{script.__name__}.py", *flags])
+    assert subprocess.run(["bash", "-c", f"{command} <&- >&- 2>&-"], cwd=ROOT).returncode == 0
+    assert len(read_rows(tmp_path / "run")) == 4
+
+
+def test_an_import_never_fails(tmp_path):
+    code = "import sys; sys.argv = []; "
+    code += "import ppg_procgen, ppo_procgen; print(ppg_procgen.RANK, ppo_procgen.LOCAL_WORLD_SIZE)"
+    environment = os.environ | {"RANK": "²", "LOCAL_WORLD_SIZE": "", "WORLD_SIZE": "x", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "-1 -1\n"), result.stderr
+
+
+def test_another_system_is_refused_in_one_line(script, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(script.UsageError, match="it runs on Linux only"):
+        script.main(make_args(script, tmp_path / "run"))
