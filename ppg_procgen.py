@@ -356,7 +356,9 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         on_gpu = device.type == "cuda"
         return torch.optim.Adam(params, lr, eps=1e-8, fused=True, capturable=on_gpu)  # [PPG-6]
 
-    optimizer = value_optimizer = aux_optimizer = make_optimizer(args.learning_rate)
+    optimizer = make_optimizer(args.learning_rate)
+    value_optimizer = optimizer
+    aux_optimizer = optimizer
     if not args.single_optimizer:
         value_optimizer = make_optimizer(args.learning_rate)  # for E_V != E_pi
         aux_optimizer = make_optimizer(args.aux_learning_rate)  # [PPG-5]
@@ -379,6 +381,8 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     num_chunks = args.num_grad_accum or math.ceil(mb_size / max_chunk)
     aux_mb_size = args.num_aux_rollouts * T
     num_aux_chunks = args.num_aux_grad_accum or math.ceil(aux_mb_size / max_chunk)
+    pass_size = min(math.ceil(mb_size / num_chunks), max_chunk)  # of passes without gradient
+    aux_pass_size = min(math.ceil(aux_mb_size / num_aux_chunks), max_chunk)
 
     def make_update(opt: torch.optim.Optimizer, loss_fn: Callable, num_chunks: int) -> Callable:
         return graphed(partial(update, opt, params, loss_fn, num_chunks, args.max_grad_norm))
@@ -454,7 +458,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
             b_obs = obs.flatten(0, 1)  # (T * N, ...)
             with torch.no_grad():
                 if args.arch == "dual":  # in large passes, now that the rollout is complete
-                    passes = b_obs.split(min(math.ceil(mb_size / num_chunks), max_chunk))
+                    passes = b_obs.split(pass_size)
                     pass_values = [agent(x, policy=False).values for x in passes]
                     values[:T] = torch.cat(pass_values).view(T, N)
                 values[T] = agent(torch.from_numpy(next_obs).to(device), policy=False).values
@@ -504,8 +508,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
             if aux_phase is None:
                 # Compute and store current policy pi_old for all states in B
                 # (critical!) not the policies of the rollouts
-                pass_size = min(math.ceil(aux_mb_size / num_aux_chunks), max_chunk)
-                passes = buffer.obs.flatten(0, 1).split(pass_size)
+                passes = buffer.obs.flatten(0, 1).split(aux_pass_size)
                 with torch.no_grad():
                     old_logits = [aux_agent(x.to(device), value=False).logits for x in passes]
                 old_logprobs = torch.cat(old_logits).log_softmax(-1).view(num_rows, T, -1)
@@ -540,8 +543,8 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         row.update(evaluator(agent, iteration))
         logger.log(row, iteration)
         is_last = iteration == args.num_iterations
-        is_due = iteration % args.checkpoint_interval == 0
-        is_due = is_due and (buffer.is_file or buffer.num_stored == 0)
+        is_safe = buffer.is_file or buffer.num_stored == 0  # else the buffer would be lost
+        is_due = iteration % args.checkpoint_interval == 0 and is_safe
         if is_last or phase_ends or is_due:
             extra = "phase.pt" if phase_ends else None
             checkpoint.save(iteration, extra, next_done=next_done, aux_phase=None)
@@ -727,7 +730,9 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
             outputs = agent(obs, **heads)
         return Outputs(*(x if x is None else x.float() for x in outputs))
 
-    return aux_agent, CudaGraph if on_gpu and args.cuda_graphs else lambda function: function
+    if on_gpu and args.cuda_graphs:
+        return aux_agent, CudaGraph
+    return aux_agent, lambda function: function
 
 
 class CudaGraph:

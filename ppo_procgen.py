@@ -594,7 +594,9 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
             if isinstance(module, ImpalaCNN):
                 module.compile(fullgraph=True, dynamic=False, options=options)
 
-    return CudaGraph if on_gpu and args.cuda_graphs else lambda function: function
+    if on_gpu and args.cuda_graphs:
+        return CudaGraph
+    return lambda function: function
 
 
 class CudaGraph:
