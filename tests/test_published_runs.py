@@ -85,7 +85,7 @@ def assert_same(trace: dict[str, np.ndarray], published: dict[str, np.ndarray], 
         np.testing.assert_allclose(trace[key], theirs, rtol=tolerance, atol=tolerance, err_msg=f"{name}: {key}")
 
 
-SLOW = ("shared", "separate", "clipping")  # with these, the default tests would take over four minutes
+SLOW = ("shared", "separate", "clipping", "kl")  # with these, the default tests would take over four minutes
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in RUNS])

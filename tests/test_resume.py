@@ -568,6 +568,7 @@ def test_a_deleted_table_is_written_again(run, trained, monkeypatch):
     assert same(run(), trained())
 
 
+@pytest.mark.slow
 def test_a_run_trains_without_standard_streams(tmp_path, script):
     """As a daemon may start it."""
     flags = as_flags((CHEAP_PPG if script is ppg_procgen else CHEAP_PPO) | {"run_dir": tmp_path / "run"})

@@ -96,7 +96,8 @@ def losses(device, arch, phase, fast, dtype="float32", number=20):
     return {name: torch.stack([stats[name] for stats in updates]).cpu() for name in updates[0]}
 
 
-@pytest.mark.parametrize("arch", [pytest.param("dual", marks=pytest.mark.slow), "detach"])
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["dual", "detach"])
 @pytest.mark.parametrize("phase", ["policy", "auxiliary"])
 def test_fast_and_plain_path_agree_over_20_updates(device, arch, phase):
     """On a CPU in float64: Adam makes 1 % of float32's rounding within 20 updates."""

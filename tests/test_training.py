@@ -481,6 +481,7 @@ def test_settings_of_the_readme_are_possible(monkeypatch):
         parse(ppg_procgen, *flags.split())
 
 
+@pytest.mark.slow
 def test_the_command_of_the_readme(tmp_path):
     """As a person types it, but for --run-dir: the real network in a process of its own. --help shows the same."""
 
