@@ -3,8 +3,7 @@
 # dependencies = [
 #   "torch>=2.6,<2.14", "numpy", "tyro>=0.9", "tqdm>=4.64", "tensorboard>=2.14", "wandb>=0.18",
 #   "imageio-ffmpeg", "gym==0.26.2; python_version < '3.13'",
-#   "setuptools<81; python_version < '3.13'",
-#   "procgen==0.10.7; python_version < '3.11'",
+#   "setuptools<81; python_version < '3.13'", "procgen==0.10.7; python_version < '3.11'",
 #   "procgen-mirror==0.10.7; python_version >= '3.11' and python_version < '3.13'",
 #   "procgen-gym==0.1.1; python_version >= '3.13'",
 # ]
@@ -70,7 +69,7 @@ class Args:
     total_timesteps: int = 25_000_000  # environment steps of the whole run, over all ranks
     seed: int = 1  # on a CPU, same seed and number of threads: bit-identical results
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
-    run_dir: str = ""  # run folder (default: runs/{env_id}__{exp_name}__{seed}__{time})
+    run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder to resume, with its own flags; total_timesteps may grow
     checkpoint_interval: int = 4  # iterations between checkpoints
     cuda: bool = True  # use the GPU if there is one
@@ -221,15 +220,16 @@ def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, 
     values are tensors (B, ...): logprobs is log pi_old(a|o), values are the old V(o)."""
     new = agent(obs)
     stats = {}
-    new_logprobs = new.logits.log_softmax(-1)
-    logratio = new_logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1) - logprobs
+    all_logprobs = new.logits.log_softmax(-1)  # (B, A)
+    new_logprobs = all_logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    logratio = new_logprobs - logprobs
     ratio = logratio.exp()
     clipped = ratio
     if args.clip_coef > 0:
         clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped * advantages).mean()
     stats["policy_loss"] = pg_loss
-    stats["entropy"] = -(new_logprobs.exp() * new_logprobs).sum(-1).mean()
+    stats["entropy"] = -(all_logprobs.exp() * all_logprobs).sum(-1).mean()
     stats["old_approx_kl"] = -logratio.mean()  # estimator k1
     stats["approx_kl"] = (ratio - 1 - logratio).mean()  # estimator k3
     stats["approx_kl_k2"] = 0.5 * logratio.square().mean()  # baselines' approxkl
@@ -249,8 +249,7 @@ def make_tensorflow_adam(params, learning_rate: float, device) -> torch.optim.Ad
     times torch's. set_learning_rate makes the correction; a step count as after a million steps
     keeps torch from making it too."""
     lr = torch.tensor(learning_rate, device=device)  # a CUDA graph would freeze a Python float
-    on_gpu = device.type == "cuda"
-    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=on_gpu)
+    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
     for param in params:
         optimizer.state[param] = {
             "step": torch.tensor(1e6, device=device),
@@ -272,10 +271,12 @@ def update(optimizer, params, loss_fn, num_chunks: int, max_grad_norm: float, **
     tensors by name, still on the device, so that the host need not wait for them."""
     optimizer.zero_grad()  # (critical!) gradients of an earlier step must not leak into this one
     totals: dict[str, torch.Tensor] = {}
-    chunks = (tensor.chunk(num_chunks) for tensor in minibatch.values())
-    for chunk in zip(*chunks, strict=True):
-        loss, stats = loss_fn(**dict(zip(minibatch, chunk, strict=True)))
-        share = len(chunk[0]) / len(minibatch["obs"])
+    mb_size = len(minibatch["obs"])
+    chunk_size = math.ceil(mb_size / num_chunks)
+    for start in range(0, mb_size, chunk_size):
+        chunk = {name: x[start : start + chunk_size] for name, x in minibatch.items()}
+        loss, stats = loss_fn(**chunk)
+        share = len(chunk["obs"]) / mb_size
         (loss * share).backward()
         for name, value in stats.items():
             totals[name] = totals.get(name, 0) + value.detach() * share
@@ -298,11 +299,9 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     agent = Agent(envs.num_actions, envs.obs_shape)
     graphed = speed_up(agent, args, device)
     params = list(agent.parameters())
-    if RANK > 0:
-        torch.manual_seed(rank_seed(args.seed))  # each rank draws levels and actions of its own
 
     optimizer = make_tensorflow_adam(params, args.learning_rate, device)
-    start_ranks(device, cleanup)
+    start_ranks(args, cleanup)
     about = gather_objects(about)[0]  # all ranks use rank 0's run folder
 
     @graphed  # as for the losses: on a GPU, Python code in act runs three times only
@@ -312,15 +311,9 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         actions, logprobs = sample_action(outputs.logits)
         return {"actions": actions, "logprobs": logprobs, "values": outputs.values}
 
-    # The update is one optimizer step on a minibatch, computed in chunks if it is large
-    max_chunk = 512  # on a CPU larger chunks take gigabytes and are no faster
-    if device.type == "cuda":
-        max_chunk = 16_384  # larger convolutions take a slow path
-    mb_size = args.batch_size // args.num_minibatches
-    num_chunks = args.num_grad_accum or math.ceil(mb_size / max_chunk)
     joint_loss = partial(policy_phase_loss, agent, args)
     joint_update = graphed(
-        partial(update, optimizer, params, joint_loss, num_chunks, args.max_grad_norm)
+        partial(update, optimizer, params, joint_loss, args.num_grad_accum, args.max_grad_norm)
     )
 
     # Storage, time first
@@ -336,9 +329,9 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     episodes = EpisodeStatistics(NUM_RANKS * N)
     reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
     logger = Logger(args)
-    statistics = {"episodes": episodes, "rewards": reward_normalizer, "logger": logger}
-    parts = {"agent": agent, "optimizer": optimizer, **statistics}
-    checkpoint = Checkpoint(about, device, parts, {"envs": envs})
+    shared = {"agent": agent, "episodes": episodes, "rewards": reward_normalizer, "logger": logger}
+    shared["optimizer"] = optimizer
+    checkpoint = Checkpoint(about, device, shared, {"envs": envs})
     start_iteration = 0
     next_done = torch.ones(N, dtype=torch.bool)
     if args.resume:
@@ -352,9 +345,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     num_updates = start_iteration * args.update_epochs * args.num_minibatches
 
     for iteration in range(start_iteration + 1, args.num_iterations + 1):
-        remaining = 1.0
-        if args.anneal_lr:
-            remaining = 1 - (iteration - 1) / args.num_iterations
+        remaining = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
 
         # Perform rollouts under current policy pi
         for t in range(T):
@@ -386,10 +377,8 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         b_advantages = torch.from_numpy(advantages).flatten().to(device)
         b_returns = torch.from_numpy(returns).flatten().to(device)
         b_values = values[:-1].flatten()
-        stats = {}
         for _ in range(args.update_epochs):
             b_inds = torch.randperm(args.batch_size, device=device)
-            update_stats = []
             for mb_inds in b_inds.view(args.num_minibatches, -1):
                 num_updates += 1
                 set_learning_rate(optimizer, remaining * args.learning_rate, num_updates)
@@ -403,19 +392,17 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
                     returns=b_returns[mb_inds],
                     values=b_values[mb_inds],
                 )
-                update_stats.append(mb_stats)
-            fetch_stats(update_stats, "losses/", iteration, stats)
+                logger.updates.append(mb_stats)
+            logger.fetch_stats("losses/")
             logger.tick("policy_phase")
-        row = mean_stats(stats)
-        row["charts/learning_rate"] = remaining * args.learning_rate
-        row["losses/explained_variance"] = explained_variance(old_values[:-1], returns)
-        row.update(episodes.update(rewards, dones[1:]))
+        logger.row["charts/learning_rate"] = remaining * args.learning_rate
+        logger.row["losses/explained_variance"] = explained_variance(old_values[:-1], returns)
+        logger.row.update(episodes.update(rewards, dones[1:]))
 
         # Log, evaluate, save
-        row.update(evaluator(agent, iteration))
-        logger.log(row, iteration)
-        is_last = iteration == args.num_iterations
-        if is_last or iteration % args.checkpoint_interval == 0:
+        logger.row.update(evaluator(agent, iteration))
+        logger.log()
+        if iteration % args.checkpoint_interval == 0 or iteration == args.num_iterations:
             checkpoint.save(iteration, next_done=next_done)
 
 
@@ -642,19 +629,22 @@ def handle_signals(handler) -> None:
         signal.signal(getattr(signal, name), handler)
 
 
-def start_ranks(device: torch.device, cleanup: contextlib.ExitStack) -> None:
-    """Join the other ranks. From now on signals stop the run, wherever it is."""
+def start_ranks(args: Args, cleanup: contextlib.ExitStack) -> None:
+    """Join the other ranks. From now on each draws random numbers of its own, and signals stop the
+    run, wherever it is."""
 
     def stop(number: int, _) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
     def leave(error, *_) -> None:
-        if error is None or device.type == "cpu":  # else it would wait for CUDA graphs that failed
+        if error is None or args.device == "cpu":  # else it would wait for CUDA graphs that failed
             dist.destroy_process_group()
 
+    if RANK > 0:
+        torch.manual_seed(rank_seed(args.seed))
     if NUM_RANKS > 1:  # after Adam, whose import of torch._dynamo would keep the group's threads
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # evaluations take long
         cleanup.push(leave)
     handle_signals(stop)  # after init, which blocks Python's handlers
@@ -713,23 +703,6 @@ def say(text: str, file=None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), (file or sys.stdout).fileno())
 
 
-def fetch_stats(updates: list[dict], prefix: str, iteration: int, stats: dict) -> None:
-    """Append an epoch's statistics, means over ranks, to the tensors in stats. Stopped if a number
-    is not finite."""
-    table = torch.stack([torch.stack(list(x.values())) for x in updates]).cpu()  # waits for the GPU
-    tables = torch.stack(gather_objects(table), -1)  # (num_updates, num_stats, num_ranks)
-    names = [prefix + name for name in updates[0]]
-    for k, i, rank in (~tables.isfinite()).nonzero().tolist():
-        where = f"on rank {rank} at update {k + 1} of {len(updates)} in iteration {iteration}"
-        raise Stopped(f"{names[i]} is {tables[k, i, rank].item()} {where}", 1)
-    for name, column in zip(names, tables.mean(-1).T, strict=True):
-        stats[name] = torch.cat([stats.get(name, column[:0]), column])
-
-
-def mean_stats(stats: dict) -> dict[str, float]:
-    return {name: float(np.mean(x.numpy())) for name, x in stats.items()}
-
-
 def count_work(args: Args) -> dict[str, tuple[int, int]]:
     """By phase, the ticks of the whole run and the samples of a tick."""
     return {
@@ -739,27 +712,35 @@ def count_work(args: Args) -> dict[str, tuple[int, int]]:
 
 
 class Logger:
-    """A row an iteration to metrics.csv, TensorBoard and Weights & Biases, and progress to the
-    console, all by rank 0 alone."""
+    """Collects the numbers of an iteration and writes them as one row to metrics.csv, TensorBoard
+    and Weights & Biases. Shows progress. Only rank 0 writes."""
 
     def __init__(self, args: Args) -> None:
         self.args = args
         self.work = count_work(args)
         self.rows: list[dict[str, float]] = []
+        self.row: dict[str, float] = {}  # the iteration in progress: a number by column
+        self.updates: list[dict] = []  # what update returned for each minibatch of an epoch
+        self.stats: dict[str, torch.Tensor] = {}  # of the iteration's updates: (num_updates,) each
+        self.ticks = Counter()  # by phase, since the run began
+        self.seconds = Counter()
+        self.row_seconds = Counter()  # since the last row
         self.past_time = 0.0  # seconds of earlier processes of this run
         self.start = self.last_tick = self.last_show = time.time()
-        self.done = Counter()  # ticks that are done
-        self.ticks = Counter()  # those of this process, and their seconds
-        self.seconds = Counter()
-        self.row_seconds = Counter()  # seconds since the last row
 
     def state_dict(self) -> dict:
-        return {"rows": self.rows, "past_time": self.wall_time(), "done": dict(self.done)}
+        state = {"rows": self.rows, "row": self.row, "stats": self.stats}
+        state.update(ticks=dict(self.ticks), seconds=dict(self.seconds))
+        state["past_time"] = self.wall_time()
+        return state
 
     def load_state_dict(self, state: dict) -> None:
         self.rows = state["rows"]
+        self.row = state["row"]
+        self.stats = state["stats"]
+        self.ticks.update(state["ticks"])
+        self.seconds.update(state["seconds"])
         self.past_time = state["past_time"]
-        self.done.update(state["done"])
 
     def wall_time(self) -> float:
         return self.past_time + time.time() - self.start
@@ -774,7 +755,7 @@ class Logger:
             return
         args = self.args
         run_dir = args.run_dir
-        sizes = f"{NUM_RANKS} ranks x {args.num_envs} environments x {args.num_steps} steps"
+        sizes = f"{NUM_RANKS} x {args.num_envs} environments x {args.num_steps} steps"
         last = args.num_iterations
         total = f"{last * args.batch_size * NUM_RANKS:,} steps"
         say(f"{run_dir}: {args.env_id} {args.distribution_mode}, seed {args.seed}, {args.device}")
@@ -802,18 +783,38 @@ class Logger:
             self.table.writeheader()
             self.table.writerows(self.rows)
 
-    def log(self, row: dict[str, float], iteration: int) -> None:
-        """Record an iteration. row: numbers by column; those that are not finite stay blank."""
-        if any(name.startswith("eval/") for name in row):
+    def fetch_stats(self, prefix: str) -> None:
+        """Fetch the updates' statistics from the device; means over ranks. Stopped if a number is
+        not finite."""
+        names = [prefix + name for name in self.updates[0]]
+        table = torch.stack([torch.stack(list(stats.values())) for stats in self.updates])
+        self.updates = []
+        table = table.cpu()  # waits for the GPU
+        tables = torch.stack(gather_objects(table), -1)  # (num_updates, num_stats, num_ranks)
+        for k, i, rank in (~tables.isfinite()).nonzero().tolist():
+            number = f"{names[i]} is {tables[k, i, rank].item()} on rank {rank}"
+            where = f"update {k + 1} of {len(tables)} in iteration {len(self.rows) + 1}"
+            raise Stopped(f"{number} at {where}", 1)
+        for name, column in zip(names, tables.mean(-1).T, strict=True):
+            self.stats[name] = torch.cat([self.stats.get(name, column[:0]), column])
+
+    def log(self) -> None:
+        """End an iteration: write its row. Numbers that are not finite stay blank."""
+        if any(name.startswith("eval/") for name in self.row):
             self.tick("evaluation")
+        iteration = len(self.rows) + 1
         step = iteration * self.args.batch_size * NUM_RANKS
         wall_time = self.wall_time()
-        row = {"iteration": iteration, "global_step": step, "wall_time": wall_time, **row}
+        row = {"iteration": iteration, "global_step": step, "wall_time": wall_time}
+        row.update({name: float(np.mean(x.numpy())) for name, x in self.stats.items()})
+        row.update(self.row)
         row["charts/SPS"] = step / wall_time
         row.update({f"time/{phase}": seconds for phase, seconds in self.row_seconds.items()})
-        self.row_seconds.clear()
         row = {name: x if math.isfinite(x) else None for name, x in row.items()}
         self.rows.append(row)
+        self.row = {}
+        self.stats = {}
+        self.row_seconds.clear()
         if RANK > 0:
             return
         if self.path.exists() and row.keys() <= set(self.table.fieldnames):
@@ -830,34 +831,43 @@ class Logger:
             if video.exists():
                 scalars["video"] = self.wandb.Video(str(video))
             self.wandb.log({**scalars, "global_step": step})
+        if iteration == 1:
+            total = tqdm.format_interval(wall_time + self.time_left())
+            self.bar.clear()
+            say(f"at this speed the whole run takes {total}")
         self.show()
         self.last_tick = time.time()  # writing all this belongs to no phase
 
-    def tick(self, phase: str, detail: str = "") -> None:
+    def tick(self, phase: str, epoch_name: str = "", num_minibatches: int = 0) -> None:
         """Count a rollout step, an epoch of the policy phase, or an auxiliary minibatch."""
         now = time.time()
         for seconds in (self.seconds, self.row_seconds):
             seconds[phase] += now - self.last_tick
         self.last_tick = now
         self.ticks[phase] += 1
-        self.done[phase] += 1
         if now - self.last_show > (60 if self.bar.disable else 0.1):
-            self.show(detail)
+            where = f"{epoch_name}, minibatch {len(self.updates)} of {num_minibatches}"
+            self.show(where if epoch_name else "")
 
-    def show(self, detail: str = "") -> None:
-        """Show progress in the bar, or as a line. The time left counts each phase by its pace."""
+    def time_left(self) -> float:
+        """Seconds until the run ends: each phase by its pace so far."""
         left = 0.0
         for phase, (total, samples) in self.work.items():
             pace = self.seconds[phase] / max(self.ticks[phase], 1)
             if not self.ticks[phase]:  # guess: its samples take as long as in the policy phase
                 num_samples = max(self.ticks["policy_phase"], 1) * self.args.batch_size
                 pace = samples * self.seconds["policy_phase"] / num_samples
-            left += pace * (total - self.done[phase])
+            left += pace * (total - self.ticks[phase])
+        return left
+
+    def show(self, detail: str = "") -> None:
+        """Show progress in the bar, or as a line."""
         elapsed = self.wall_time()
-        step = self.done["rollout"] * self.args.num_envs * NUM_RANKS
+        step = self.ticks["rollout"] * self.args.num_envs * NUM_RANKS
         text = detail or f"step {step:,} | {step / elapsed:,.0f} steps/s"
         if self.rows:
-            self.bar.n = int(100 * elapsed / (elapsed + left))
+            left = self.time_left()
+            self.bar.n = max(self.bar.n, int(100 * elapsed / (elapsed + left)))  # it never falls
             last_return = self.rows[-1]["charts/mean_return_100"]
             text += f" | {tqdm.format_interval(left)} left"
             text += " | no episode yet" if last_return is None else f" | return {last_return:.2f}"
@@ -907,9 +917,9 @@ class Checkpoint:
         self.shared = shared
         self.own = own
 
-    def save(self, iteration: int, copy: str | None = None, **loop_state) -> None:
-        """loop_state: what the training loop needs to go on after the iteration. copy: name of a
-        second file."""
+    def save(self, iteration: int, phase_ends: bool = False, **loop_state) -> None:
+        """loop_state: what the training loop needs to go on after the iteration. phase_ends: write
+        phase.pt too."""
         own = {name: part.state_dict() for name, part in self.own.items()}
         own.update(loop_state=loop_state, rng=torch.get_rng_state())
         own["cuda_rng"] = torch.cuda.get_rng_state(self.cuda) if self.cuda else None
@@ -920,8 +930,8 @@ class Checkpoint:
             state[name] = part.state_dict()
         weights = {name: x.cpu() for name, x in state["agent"].items()}
         save_atomically(self.path.with_name("agent.pt"), weights)
-        if copy:
-            save_atomically(self.path.with_name(copy), state)
+        if phase_ends:
+            save_atomically(self.path.with_name("phase.pt"), state)
         save_atomically(self.path, state)
 
     def restore(self, path: Path) -> tuple:
@@ -1069,8 +1079,13 @@ def require_memory(num_bytes: float, what: str) -> None:
 
 
 def choose_auto(args: Args) -> dict:
-    """What "auto" and -1 mean on this machine."""
+    """What "auto", -1 and 0 stand for in this run."""
     used = {"env_threads": args.env_threads}
+    max_chunk = 512  # on a CPU larger chunks take gigabytes and are no faster
+    if args.device != "cpu":
+        max_chunk = 16_384  # larger convolutions take a slow path
+    mb_size = args.batch_size // args.num_minibatches
+    used["num_grad_accum"] = args.num_grad_accum or math.ceil(mb_size / max_chunk)
     if args.env_threads < 0:
         cores = len(os.sched_getaffinity(0)) // LOCAL_WORLD_SIZE
         used["env_threads"] = 0 if cores <= 2 else min(12, cores * 3 // 4)
@@ -1089,6 +1104,8 @@ def describe(args: Args) -> dict:
         about.update(command=shlex.join(sys.orig_argv), date=time.strftime("%FT%T%z"))
     gpu = torch.cuda.get_device_name() if args.device != "cpu" else None
     hardware = {"platform": platform.platform(), "cores": os.cpu_count(), "gpu": gpu}
+    driver = Path("/proc/driver/nvidia/version")
+    hardware["driver"] = driver.read_text().split("\n")[0] if gpu and driver.exists() else None
     versions = {"python": platform.python_version(), "numpy": np.__version__}
     versions.update(torch=str(torch.__version__), cudnn=torch.backends.cudnn.version())
     about.update(args=asdict(args), used=choose_auto(args), versions=versions, hardware=hardware)
@@ -1115,8 +1132,11 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         file.truncate(0)
         json.dump(about, file, indent=2)
         file.flush()
-        if not args.resume:
-            shutil.copy(__file__, run_dir)
+        copy = run_dir / Path(__file__).name
+        if not copy.exists():
+            shutil.copy(__file__, copy)
+        elif copy.read_bytes() != Path(__file__).read_bytes():
+            say(f"this script differs from {copy}, which began the run", sys.stderr)
     except BlockingIOError:
         raise UsageError(f"another process is writing to {run_dir}") from None
     except OSError as error:

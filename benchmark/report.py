@@ -572,6 +572,8 @@ def report(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, references: pd.
             setting_text, setting_notes = [], [f"{setting_title(mode, num_levels)}: not drawn: {error!r}"]
         text += setting_text
         notes += setting_notes
+        if mode == "easy" and len(published):
+            notes.append(f"{setting_title(mode, num_levels)}: no published curve of PPG, only of PPO")
     if not has_return.all():
         text += report_smoke_runs(args, runs[~has_return])
     names = {*runs.name, *references.name}

@@ -5,8 +5,10 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, TINY_PPG, as_flags, read_rows, same, train
+from conftest import ROOT, TINY, TINY_PPG, Process, as_flags, read_rows, same, train
 from worker import install_recording, install_scripted
 
 import ppg_procgen
@@ -28,18 +30,28 @@ FLAGS = TINY_PPG | {"total_timesteps": 4 * 2 * 4 * 16}  # 4 iterations of 2 rank
 
 
 @pytest.fixture(scope="session")
-def ranks(start):
-    """ranks(script, options, *flags) gives the results of two ranks: what torchrun starts, without torchrun."""
+def start_ranks(start):
+    """start_ranks(script, options, *flags) starts two ranks: what torchrun starts, without torchrun."""
     # below the ports that the system gives out, a range for each process of pytest-xdist
     ports = itertools.count(20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
 
-    def ranks(script, options: dict, *flags, number: int = 2) -> list[subprocess.CompletedProcess]:
+    def start_ranks(script, options: dict, *flags, number: int = 2) -> list[Process]:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports))}
         processes = []
         for rank in map(str, range(number)):
             environment |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(number)}
             processes.append(start(script, options, *flags, **environment))
-        return [process.end() for process in processes]
+        return processes
+
+    return start_ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(start_ranks):
+    """ranks(script, options, *flags): the results of two ranks that run to their end."""
+
+    def ranks(script, options: dict, *flags, number: int = 2) -> list[subprocess.CompletedProcess]:
+        return [process.end() for process in start_ranks(script, options, *flags, number=number)]
 
     return ranks
 
@@ -150,7 +162,7 @@ def test_parameters_are_the_same_bits_on_every_rank(whole):
 
 
 def test_sizes_are_said_per_rank_and_the_budget_is_of_all(whole):
-    assert "2 ranks x 4 environments x 16 steps = 512 steps" in whole.outputs[0]
+    assert "2 x 4 environments x 16 steps = 512 steps" in whole.outputs[0]
     assert "finished;" in whole.outputs[0] and whole.outputs[1] == "", "rank 0 alone speaks"
     assert [int(row["global_step"]) for row in read_rows(whole.run_dir)] == [128, 256, 384, 512]
 
@@ -221,6 +233,40 @@ def test_a_lost_rank_ends_the_others(ranks, tmp_path, rank, target, k):
     assert says_how == (rank == 1), "rank 0 says how to go on"
     iteration = ppg_procgen.load_checkpoint(run_dir / "checkpoint.pt")["iteration"]
     assert iteration == (2 if rank == 0 else 1) and not list(run_dir.glob("*.tmp*"))
+
+
+@pytest.mark.learning
+def test_thirty_kills_of_a_rank_at_random_moments(ranks, start_ranks, tmp_path):
+    """One of two ranks is killed, the other ends by itself; both resume until they end: the same bits."""
+    flags = FLAGS | {"total_timesteps": 128 * 12, "n_iteration": 4, "e_auxiliary": 3, "checkpoint_interval": 2}
+    assert [
+        result.returncode for result in ranks(ppg_procgen, {}, *as_flags(flags | {"run_dir": tmp_path / "whole"}))
+    ] == [0, 0]
+    rng, kills, epochs = random.Random(1), 0, set()
+    for number in range(1000):
+        run_dir = tmp_path / f"killed{number}"
+        again = flags | {"run_dir": run_dir}
+        while True:
+            processes = start_ranks(ppg_procgen, {}, *as_flags(again))
+            processes[0].process.join(rng.uniform(0.5, 6))
+            rng.choice(processes).process.kill()  # nothing, if it has ended
+            results = [process.end() for process in processes]
+            if [result.returncode for result in results] == [0, 0]:
+                break
+            kills += 1
+            if not (run_dir / "checkpoint.pt").exists():
+                shutil.rmtree(run_dir, ignore_errors=True)
+                continue
+            state = ppg_procgen.load_checkpoint(run_dir / "checkpoint.pt")
+            aux_phase = state["ranks"][0]["loop_state"]["aux_phase"]
+            epochs.add(aux_phase and aux_phase["epoch"])
+            assert len(read_rows(run_dir)) - state["iteration"] <= 2
+            again = {"resume": run_dir}
+        assert same(run_dir, tmp_path / "whole") and not list(run_dir.glob("buffer*"))
+        if kills >= 30:
+            break
+    assert len(epochs) > 2, "some were inside the auxiliary phase"
+    print(f"{kills} kills in {number + 1} runs of two ranks, the same weights and metrics")
 
 
 def test_another_number_of_ranks_is_refused_in_one_line(whole, ranks, trained, command_line):
