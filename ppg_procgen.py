@@ -852,7 +852,7 @@ class Logger:
         self.seconds = Counter()
         self.row_seconds = Counter()  # since the last row
         self.past_time = 0.0  # seconds of earlier processes of this run
-        self.start = self.last_tick = self.last_show = time.time()
+        self.start = self.last_tick = self.last_show = time.monotonic()
 
     def state_dict(self) -> dict:
         state = {"rows": self.rows, "row": self.row, "stats": self.stats}
@@ -869,7 +869,7 @@ class Logger:
         self.past_time = state["past_time"]
 
     def wall_time(self) -> float:
-        return self.past_time + time.time() - self.start
+        return self.past_time + time.monotonic() - self.start
 
     def open(self, about: dict, cleanup: contextlib.ExitStack) -> None:
         """Begin to log. Rows after the checkpoint go, because their iterations are done again."""
@@ -962,11 +962,11 @@ class Logger:
             self.bar.clear()
             say(f"at this speed the whole run takes {total}")
         self.show()
-        self.last_tick = time.time()  # writing all this belongs to no phase
+        self.last_tick = time.monotonic()  # writing all this belongs to no phase
 
     def tick(self, phase: str, epoch_name: str = "", num_minibatches: int = 0) -> None:
         """Count a rollout step, an epoch of the policy phase, or an auxiliary minibatch."""
-        now = time.time()
+        now = time.monotonic()
         for seconds in (self.seconds, self.row_seconds):
             seconds[phase] += now - self.last_tick
         self.last_tick = now
@@ -1000,7 +1000,7 @@ class Logger:
         self.bar.set_description_str(text)
         if self.bar.disable:
             say(f"{self.bar.n:3d}% | {text}")
-        self.last_show = time.time()
+        self.last_show = time.monotonic()
 
 
 def save_atomically(path: Path, state: dict) -> None:
@@ -1340,7 +1340,9 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     run_dir = Path(args.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        is_free = args.resume or not any(run_dir.iterdir())
+        # the first two files may be of a run that was killed before its first checkpoint
+        found = {path.name for path in run_dir.iterdir()} - {"args.json", Path(__file__).name}
+        is_free = args.resume or not found
         require(is_free, f"{run_dir} is not empty: --resume it, or choose another --run-dir")
         file = cleanup.enter_context(open(run_dir / "args.json", "a"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it at any end
@@ -1349,10 +1351,10 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         json.dump(about, file, indent=2)
         file.flush()
         copy = run_dir / Path(__file__).name
-        if not copy.exists():
+        if not args.resume:
             shutil.copy(__file__, copy)
-        elif copy.read_bytes() != Path(__file__).read_bytes():
-            say(f"this script differs from {copy}, which began the run", sys.stderr)
+        elif not copy.exists() or copy.read_bytes() != Path(__file__).read_bytes():
+            say(f"another version of this script began the run: {copy}", sys.stderr)
     except BlockingIOError:
         raise UsageError(f"another process is writing to {run_dir}") from None
     except OSError as error:
@@ -1397,8 +1399,11 @@ def main(args: Args) -> None:
         num_rows = path.with_name("metrics.csv").read_text().count("\n") - 1
         again = max(num_rows - state["iteration"], 0)
         say(f"it continues at {where}; iterations to be done again: {again}", sys.stderr)
-        words = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]  # without the flags
-        say(f"to continue: {shlex.join([*words, '--resume', args.run_dir])}", sys.stderr)
+        words = sys.orig_argv
+        if not args.resume:
+            words = [*words[: len(words) - len(sys.argv) + 1], "--resume", args.run_dir]
+        how = "to continue" if NUM_RANKS == 1 else "to continue, with torchrun as before"
+        say(f"{how}: {shlex.join(words)}", sys.stderr)
     sys.exit(code)
 
 

@@ -26,6 +26,7 @@ if [ "$baseline" ]; then
     baseline=$(realpath --relative-to=. "$baseline")
     python=$baseline/.venv/bin/python script=$baseline/cleanrl/ppg_procgen.py
     [ -x "$python" ] || python=python3
+    [ -f "$script" ] || { echo "small.sh: there is no $script" >&2; exit 2; }
 fi
 
 failed=0

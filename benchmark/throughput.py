@@ -188,7 +188,10 @@ class Command(NamedTuple):
 
 def parse_command(text: str, args: Args) -> Command:
     """A command with the settings put into its flags; a setting that it names itself, such as --e-auxiliary, stays."""
-    words = shlex.split(VARIANTS.get(text, text))
+    try:
+        words = shlex.split(VARIANTS.get(text, text))
+    except ValueError as error:
+        raise UsageError(f"{text!r}: {error}") from None
     found = [next((path.resolve() for path in (Path(word), ROOT / word) if path.is_file()), None) for word in words]
     files = tuple(takewhile(bool, found))
     flags = words[len(files) :]
@@ -339,18 +342,21 @@ def show(summary: list[dict], machine: dict) -> None:
 def main(args: Args) -> int:
     """Gives the number of runs that ended, but without a measured phase."""
     start = time.perf_counter()
+    if args.out.is_dir():
+        raise UsageError(f"--out is a file, and {args.out} is a folder")
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out cannot be written: {error}") from None
     commands = [parse_command(text, args) for text in (*filter(None, [args.baseline]), *args.variants)]
     if len({command.name for command in commands}) < len(commands):
         raise UsageError("two commands have the same name: rename a script, or give one a flag of its own")
-    if args.out.is_dir():
-        raise UsageError(f"--out is a file, and {args.out} is a folder")
     baseline = commands[0].name if args.baseline else ""  # first: an interrupted benchmark can compare too
     about = ppg_procgen.describe(ppg_procgen.Args(num_envs=1, e_auxiliary=0, cuda=args.cuda))
     about |= {"args": asdict(args) | {"out": str(args.out)}, "machine": {}, "runs": []}
     del about["algorithm"]
     with suppress(OSError, TypeError):  # not every system says
         about["hardware"]["cpu"] = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())[1]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
 
     def save() -> list[dict]:
         summary = summarise(about["runs"], baseline)
@@ -373,7 +379,7 @@ def main(args: Args) -> int:
                 if not run["exit_code"]:
                     seconds = run["seconds"] if run["exit_code"] == 0 else None
                     run |= measure(Path(folder), args, about["machine"], seconds)
-                output = (Path(folder) / "output.txt").read_text().strip().splitlines()
+                output = (Path(folder) / "output.txt").read_text(errors="replace").strip().splitlines()
             about["runs"].append(run)
             save()
             speed = f"{run['steps_per_second']:,.4g} steps/s" if "steps_per_second" in run else "no whole phase"
@@ -388,7 +394,9 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the run in progress ends too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that the run in progress ends too
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP, and means it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)) > 0)
     except UsageError as error:

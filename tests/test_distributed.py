@@ -198,7 +198,7 @@ def test_a_lost_rank_ends_a_torchrun_and_its_last_line_resumes_to_the_bits_of_on
     flags = as_flags(FLAGS | {"run_dir": run_dir})
     result = launch(*launcher, WORKER, "ppg_procgen", json.dumps(options), *flags)
     assert result.returncode == 1 and re.search(r"exitcode +: -9", result.stderr), result.stderr
-    (line,) = re.findall("^.*to continue: (.*)$", result.stderr, re.M)
+    (line,) = re.findall("^.*to continue, with torchrun as before: (.*)$", result.stderr, re.M)
     assert shlex.split(line)[1:] == [str(WORKER), "--resume", str(run_dir)]
     result = launch(*launcher, WORKER, "ppg_procgen", "{}", *shlex.split(line)[2:])
     assert result.returncode == 0, result.stderr
@@ -229,7 +229,7 @@ def test_a_lost_rank_ends_the_others(ranks, tmp_path, rank, target, k):
     lost, other = results[rank], results[1 - rank]
     assert (lost.returncode, other.returncode) == (-signal.SIGKILL, 1)
     assert "Traceback" in other.stderr and re.search("^stopped: .+", other.stderr, re.M)
-    says_how = re.search("to continue: python ppg_procgen.py --resume", other.stderr) is not None
+    says_how = re.search("to continue, .*: python ppg_procgen.py --resume", other.stderr) is not None
     assert says_how == (rank == 1), "rank 0 says how to go on"
     iteration = ppg_procgen.load_checkpoint(run_dir / "checkpoint.pt")["iteration"]
     assert iteration == (2 if rank == 0 else 1) and not list(run_dir.glob("*.tmp*"))

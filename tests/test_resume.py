@@ -334,6 +334,36 @@ def test_a_damaged_checkpoint_is_refused_or_harmless(finished, rounds):
             ppg_procgen.load_checkpoint(path)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_run_killed_before_it_has_made_an_agent_is_begun_anew_in_its_folder(tmp_path, trained, killed, number):
+    flags = TINY_PPG | {"run_dir": tmp_path / "run"}
+    assert killed(ppg_procgen, flags, "Agent", 1, number).returncode in (-signal.SIGKILL, -signal.SIGTERM)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"args.json", "ppg_procgen.py"}
+    assert killed(ppg_procgen, flags).returncode == 0
+    assert same(tmp_path / "run", trained())
+
+
+def test_an_extension_that_is_stopped_at_once_is_continued_by_its_last_line(finished, killed, command_line):
+    """Before its first checkpoint; the line has to repeat the flags."""
+    run_dir = finished()
+    again = {"resume": run_dir, "total_timesteps": 256}
+    result = killed(ppg_procgen, again, "ProcgenVectorEnv.step", 1, signal.SIGTERM)
+    assert result.returncode == 128 + signal.SIGTERM
+    flags = re.search(r"^to continue: python ppg_procgen.py (.*)$", result.stderr, re.M)[1]
+    assert shlex.split(flags) == as_flags(again)
+    assert ppg_procgen.load_checkpoint(run_dir / "checkpoint.pt")["iteration"] == 2
+
+
+def test_a_resume_by_an_edited_script_says_so(finished, capsys):
+    run_dir = finished()
+    resume(ppg_procgen, run_dir, "--total-timesteps", 192)
+    assert capsys.readouterr().err == ""
+    with open(run_dir / "ppg_procgen.py", "a") as file:
+        file.write("# edited")
+    resume(ppg_procgen, run_dir, "--total-timesteps", 256)
+    assert capsys.readouterr().err == f"another version of this script began the run: {run_dir}/ppg_procgen.py\n"
+
+
 def test_a_checkpoint_is_a_plain_file_of_torch_and_runs_no_pickled_code(trained, tmp_path):
     state = torch.load(trained() / "checkpoint.pt", weights_only=True)
     assert state["iteration"] == 4 and state["about"]["algorithm"] == "ppg"

@@ -10,7 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 
 import numpy as np
@@ -500,6 +500,49 @@ def test_the_command_of_the_readme(tmp_path):
     assert len(rows) == 4 and sum(row.get("losses/aux/kl_loss", "") != "" for row in rows) == 2
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"args.json", "metrics.csv", "agent.pt", "checkpoint.pt", "ppg_procgen.py"} < files
+
+
+def test_progress_and_time_left_count_each_phase_by_its_pace(tmp_path, monkeypatch, capsys):
+    """Four iterations: a rollout step takes 1 s, a policy epoch 8 s, an auxiliary minibatch 10 s."""
+    now = [1000.0]
+    monkeypatch.setattr(ppg_procgen.time, "monotonic", lambda: now[0])
+    args = make_args(ppg_procgen, tmp_path, e_auxiliary=2)
+    args = replace(args, **ppg_procgen.choose_auto(args))
+    logger = ppg_procgen.Logger(args)
+    lines = []
+
+    def tick(seconds: float, *words) -> None:
+        now[0] += seconds
+        logger.last_show = -math.inf  # show every tick
+        logger.tick(*words)
+        lines.extend(capsys.readouterr().out.splitlines())
+
+    with contextlib.ExitStack() as cleanup:
+        logger.open({"args": asdict(args)}, cleanup)
+        capsys.readouterr()
+        for iteration in range(4):
+            for _ in range(16):
+                tick(1, "rollout")
+            tick(8, "policy_phase")
+            for epoch in range(2 * (iteration % 2)):
+                logger.updates = []
+                for _ in range(4):
+                    logger.updates.append({})
+                    tick(10, "aux_phase", f"auxiliary epoch {epoch + 1} of 2", 4)
+            logger.updates = []
+            logger.row["charts/mean_return_100"] = 3.0
+            logger.log()
+            lines.extend(capsys.readouterr().out.splitlines())
+    total = 4 * (16 + 8) + 2 * 2 * 4 * 10
+    assert now[0] == 1000 + total
+    said = [line for line in lines if line.startswith("at this speed")]  # a guess: no auxiliary phase yet
+    assert said == ["at this speed the whole run takes 02:40"] and lines.index(said[0]) == 17
+    percents = [int(line.split("%")[0]) for line in lines if line not in said]
+    assert percents == sorted(percents) and set(percents[-2:]) == {100} and 95 < percents[-3] < 100
+    in_phase = [line for line in lines if "auxiliary" in line]
+    assert len(in_phase) == 2 * 2 * 4
+    assert in_phase[7].endswith("| auxiliary epoch 2 of 2, minibatch 4 of 4 | 02:08 left | return 3.00")  # 48 + 80 s
+    assert len("100%|##########| auxiliary epoch 6 of 6, minibatch 512 of 512 | 61:12:33 left") <= 80
 
 
 @pytest.mark.slow
