@@ -344,13 +344,13 @@ def main(args: Args) -> int:
     start = time.perf_counter()
     if args.out.is_dir():
         raise UsageError(f"--out is a file, and {args.out} is a folder")
+    commands = [parse_command(text, args) for text in (*filter(None, [args.baseline]), *args.variants)]
+    if len({command.name for command in commands}) < len(commands):
+        raise UsageError("two commands have the same name: rename a script, or give one a flag of its own")
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out cannot be written: {error}") from None
-    commands = [parse_command(text, args) for text in (*filter(None, [args.baseline]), *args.variants)]
-    if len({command.name for command in commands}) < len(commands):
-        raise UsageError("two commands have the same name: rename a script, or give one a flag of its own")
     baseline = commands[0].name if args.baseline else ""  # first: an interrupted benchmark can compare too
     about = ppg_procgen.describe(ppg_procgen.Args(num_envs=1, e_auxiliary=0, cuda=args.cuda))
     about |= {"args": asdict(args) | {"out": str(args.out)}, "machine": {}, "runs": []}

@@ -182,6 +182,7 @@ def test_one_phase_is_not_enough(tmp_path, scripts):
         ("ppg_procgen.py --num-envs 8", "num_envs cannot be set for one command alone"),
         ("{stub}", "no flag for seed"),
         ("{broken}", "unheard of"),
+        ("'dual", "No closing quotation"),
     ],
 )
 def test_bad_commands(tmp_path, scripts, text, message):
