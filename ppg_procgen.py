@@ -517,6 +517,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
         is_due = iteration % args.checkpoint_interval == 0 and buffer.survives_kill()
         if is_due or phase_ends or iteration == args.num_iterations:
             checkpoint.save(iteration, phase_ends, next_done=next_done, aux_phase=None)
+    gather_objects(None)  # rank 0 has saved the last checkpoint, so no resume needs the buffer
     buffer.path.unlink(missing_ok=True)
 
 
@@ -1141,8 +1142,10 @@ class Buffer:
     def load_state_dict(self, state: dict) -> None:
         self.num_stored = len(state["returns"])
         self.returns[: self.num_stored] = state["returns"]
-        is_there = self.is_file and self.is_old
-        require(self.num_stored == 0 or is_there, f"this takes --aux-device file and {self.path}")
+        if self.num_stored > 0 and not (self.is_file and self.is_old):
+            if not self.is_old:  # else the next attempt would take the new file for the old one
+                self.path.unlink(missing_ok=True)
+            raise UsageError(f"this takes --aux-device file and {self.path}")
 
 
 # ---- 8 Evaluation and video ----------------------------------------------------------------------

@@ -253,6 +253,7 @@ def test_thirty_kills_of_a_rank_at_random_moments(ranks, start_ranks, tmp_path):
             results = [process.end() for process in processes]
             if [result.returncode for result in results] == [0, 0]:
                 break
+            assert {result.returncode for result in results} <= {0, 1, -signal.SIGKILL}, results
             kills += 1
             if not (run_dir / "checkpoint.pt").exists():
                 shutil.rmtree(run_dir, ignore_errors=True)
@@ -267,6 +268,17 @@ def test_thirty_kills_of_a_rank_at_random_moments(ranks, start_ranks, tmp_path):
             break
     assert len(epochs) > 2, "some were inside the auxiliary phase"
     print(f"{kills} kills in {number + 1} runs of two ranks, the same weights and metrics")
+
+
+def test_a_rank_keeps_its_buffer_until_the_last_checkpoint_is_saved(ranks, whole, tmp_path):
+    """Rank 0 is killed as it writes the last one: the one before, inside the auxiliary phase, needs both buffers."""
+    run_dir = tmp_path / "run"
+    options = {"kill": {"rank": 0, "target": "os.replace", "k": 13}}
+    results = ranks(ppg_procgen, options, *as_flags(FLAGS | {"run_dir": run_dir}))
+    assert [result.returncode for result in results] == [-signal.SIGKILL, 1]
+    assert len(read_rows(run_dir)) == 4 and len(list(run_dir.glob("buffer_*.bin"))) == 2
+    assert [result.returncode for result in ranks(ppg_procgen, {}, "--resume", run_dir)] == [0, 0]
+    assert same(run_dir, whole.run_dir) and not list(run_dir.glob("buffer_*.bin"))
 
 
 def test_another_number_of_ranks_is_refused_in_one_line(whole, ranks, trained, command_line):

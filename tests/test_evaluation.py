@@ -307,7 +307,7 @@ def test_each_level_is_played_whatever_the_batches(tool, monkeypatch):
         envs.close()
 
 
-@pytest.mark.parametrize("module", [ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])
+@pytest.mark.parametrize("module", [ppg_procgen, pytest.param(ppo_procgen, marks=pytest.mark.slow)])
 def test_runs_of_both_scripts_are_evaluated(module, evaluated, run, command, tmp_path, capsys, monkeypatch):
     run_dir = evaluated[0] if module is ppg_procgen else run(module, **GAME, small=False)
     assert command(run_dir, "--episodes", 5, "--no-cuda", "--out", tmp_path / "a") == 0
