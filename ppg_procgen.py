@@ -12,10 +12,10 @@
 
     python ppg_procgen.py --env-id starpilot                 # the published setting, 25M steps
     python ppg_procgen.py --env-id starpilot --num-envs 4 --num-steps 16 --num-minibatches 2 \
-        --n-iteration 2 --num-aux-rollouts 2 --total-timesteps 256    # seconds: does it work?
+        --n-iteration 2 --num-aux-rollouts 2 --total-timesteps 256    # smoke test: half a minute
 
 Read sections 1 to 4, the algorithm: arguments, networks, losses, training loop. Sections 5 to 9
-are for reference. Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions.
+are for reference. Letters: T = num_steps, N = num_envs, B = samples in a batch, A = actions.
 [PPG-k] marks what PPG does and PPO does not; benchmark/GUIDE.md explains each and names its source.
 Departures from openai/phasic-policy-gradient: the auxiliary phase in bfloat16 and the rest in TF32
 where the hardware has them (off: --aux-dtype float32 --no-tf32); minibatches of single steps in
@@ -68,10 +68,10 @@ Game = Literal[
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of the whole run, over all ranks
-    seed: int = 1  # on a CPU, same seed and number of threads: bit-identical results
+    seed: int = 1  # random seed; on a CPU, equal seeds and threads give bit-identical results
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # run folder to resume, with its own flags; total_timesteps may grow
+    resume: str | None = None  # run folder to resume with its flags; total_timesteps may grow
     checkpoint_interval: int = 4  # iterations between checkpoints
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
@@ -83,15 +83,15 @@ class Args:
 
     # evaluation
     eval_interval: int = 0  # iterations between evaluations, plus one at the end; 0: none
-    eval_episodes: int = 128  # episodes of an evaluation, one in each of as many environments
-    capture_video: bool = False  # record four episodes at each evaluation, or else at the end
+    eval_episodes: int = 128  # episodes per evaluation, one per environment
+    capture_video: bool = False  # record four episodes at each evaluation and at the end
 
     # environment
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     num_levels: int = 0  # number of training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: parallel environments of each rank
-    env_threads: int = -1  # procgen's threads; 0: step in the main thread; -1: chosen by cores
+    env_threads: int = -1  # Procgen's threads; 0: step in the main thread; -1: by cores
 
     # policy phase
     num_steps: int = 256  # T: steps of each environment in a rollout
@@ -107,7 +107,7 @@ class Args:
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
     kl_coef: float = 0.0  # beta_pi of the paper's KL variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # c: weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the mean squared error (ppo_procgen: of half of it)
+    vf_coef: float = 0.5  # weight of the mean squared error (ppo_procgen: of half this error)
     clip_vloss: bool = False  # clip the value loss with clip_coef
     max_grad_norm: float = 0.0  # clip the norm of the gradient; 0: no clipping
     # dual: a network for the policy and one for the value; detach: one network, whose value head
@@ -154,7 +154,7 @@ class Args:
 # ---- 2 Networks ----------------------------------------------------------------------------------
 @torch.no_grad()
 def normalized_init(layer: nn.Conv2d | nn.Linear, scale: float) -> nn.Conv2d | nn.Linear:  # [PPG-3]
-    """Rescale torch's weights: those of each output unit get L2 norm scale. Zero the biases."""
+    """Rescale torch's weights: those of each output unit get the L2 norm scale. Zero the biases."""
     dims = tuple(range(1, layer.weight.dim()))
     layer.weight *= scale / torch.linalg.vector_norm(layer.weight, dim=dims, keepdim=True)
     layer.bias.zero_()
@@ -205,7 +205,7 @@ class ImpalaCNN(nn.Module):
 
 
 class Outputs(NamedTuple):
-    """What the agent computes from observations; None for what was not asked for."""
+    """The agent's outputs; None for those that were not requested."""
 
     logits: torch.Tensor | None  # (B, A)
     values: torch.Tensor | None  # (B,)
@@ -253,7 +253,7 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> np.n
     rewards: (T, N). values: (T + 1, N), the last row is the bootstrap. dones: (T + 1, N), dones[t]
     is 1 where o_t begins a new episode."""
     nonterminal = 1 - dones[1:]
-    deltas = rewards.astype(values.dtype) + gamma * values[1:] * nonterminal - values[:-1]
+    deltas = rewards + gamma * values[1:] * nonterminal - values[:-1]
     advantages = np.empty_like(deltas)
     last_gae = 0.0
     for t in reversed(range(len(rewards))):
@@ -262,8 +262,8 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> np.n
     return advantages
 
 
-# On a GPU the losses run inside a CUDA graph: after its third call, Python code in them (print, a
-# counter, .item()) no longer runs. With --no-cuda-graphs it does.
+# On a GPU the losses run in a CUDA graph, which is captured at call 4: after that, Python code in
+# them (print, a counter) does not run, and .item() fails. To debug: --no-cuda-graphs.
 def policy_phase_loss(
     agent, args, obs, actions, logprobs, advantages, returns, values, policy=True, value=True
 ):
@@ -361,25 +361,25 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     start_ranks(args, cleanup)
     about = gather_objects(about)[0]  # all ranks use rank 0's run folder
 
-    @graphed  # as for the losses: on a GPU, Python code in act runs three times only
+    @graphed  # as the losses: on a GPU, Python code in act soon does not run any more
     @torch.no_grad()
     def act(*, obs: torch.Tensor) -> dict[str, torch.Tensor]:
         outputs = agent(obs, value=args.arch != "dual")
         actions, logprobs = sample_action(outputs.logits)
-        if args.arch == "dual":
-            return {"actions": actions, "logprobs": logprobs}
-        return {"actions": actions, "logprobs": logprobs, "values": outputs.values}  # values: free
+        step = {"actions": actions, "logprobs": logprobs}
+        if args.arch != "dual":
+            step["values"] = outputs.values  # of the same network: they cost nothing
+        return step
 
-    def make_update(opt: torch.optim.Adam, num_chunks: int, loss_fn: Callable) -> Callable:
+    def make_update(opt, loss_fn: Callable, num_chunks: int = args.num_grad_accum) -> Callable:
         return graphed(partial(update, opt, params, loss_fn, num_chunks, args.max_grad_norm))
 
-    num_chunks = args.num_grad_accum
     policy_phase = partial(policy_phase_loss, agent, args)
-    joint_update = make_update(optimizer, num_chunks, policy_phase)
-    value_update = make_update(value_optimizer, num_chunks, partial(policy_phase, policy=False))
-    policy_update = make_update(optimizer, num_chunks, partial(policy_phase, value=False))
+    joint_update = make_update(optimizer, policy_phase)
+    value_update = make_update(value_optimizer, partial(policy_phase, policy=False))
+    policy_update = make_update(optimizer, partial(policy_phase, value=False))
     auxiliary_phase = partial(auxiliary_phase_loss, aux_agent, args)
-    aux_update = make_update(aux_optimizer, args.num_aux_grad_accum, auxiliary_phase)
+    aux_update = make_update(aux_optimizer, auxiliary_phase, args.num_aux_grad_accum)
     pass_size = 512 if device.type == "cpu" else 2048  # observations in a pass without gradient
 
     # Storage: a rollout, time first; and the paper's buffer B, a row for each environment's rollout
@@ -387,11 +387,11 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     logprobs = torch.empty((T, N), device=device)
     values = torch.empty((T + 1, N), device=device)
-    rewards = torch.empty((T, N)).numpy()  # on the host, as dones
+    rewards = torch.empty((T, N)).numpy()  # on the host, in torch's default dtype, as dones
     dones = torch.empty((T + 1, N)).numpy()  # dones[t] is 1 where o_t begins an episode
     pinned_obs = torch.empty(obs.shape[1:], dtype=torch.uint8, pin_memory=device.type == "cuda")
     num_rows = args.n_iteration * N if args.num_phases > 0 else 0
-    buffer = Buffer((num_rows, T, *envs.obs_shape), device, args.aux_device, about)
+    buffer = Buffer((num_rows, T, *envs.obs_shape), device, about)
 
     # Start, or continue from the checkpoint
     episodes = EpisodeStatistics(NUM_RANKS * N)
@@ -406,7 +406,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     if args.resume:
         start_iteration, next_done, aux_phase = checkpoint.restore(choose_checkpoint(args))
     else:
-        checkpoint.save(0, True, next_done=next_done, aux_phase=None)
+        checkpoint.save(0, phase_ends=True, next_done=next_done, aux_phase=None)
     logger.open(about, cleanup)
     say(f"auxiliary phases: {args.num_phases:,}, buffer: {buffer.size:,} bytes, {args.aux_device}")
     evaluator = Evaluator(args, cleanup)
@@ -470,25 +470,25 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
                         values=b_values[mb_inds],
                     )
                     logger.updates.append(mb_stats)
-                logger.fetch_stats("losses/")
+                logger.fetch_stats("policy_phase", "losses/")
                 logger.tick("policy_phase")
             logger.row["charts/learning_rate"] = remaining * args.learning_rate
             logger.row["losses/explained_variance"] = explained_variance(old_values[:-1], returns)
             logger.row.update(episodes.update(rewards, dones[1:]))
 
-            # Add all (s_t, V_targ) to B
+            # Add all (s_t, V_targ) to the buffer B
             buffer.add(obs.transpose(0, 1), b_returns.view(T, N).T)
 
         # Auxiliary phase, after every N_pi iterations [PPG-1]
         phase_ends = args.e_auxiliary > 0 and iteration % args.n_iteration == 0
         if phase_ends and iteration % (args.n_iteration * args.aux_interval) == 0:
             if aux_phase is None:
-                # Compute and store current policy pi_old for all states in B (critical! as of now)
+                # Compute and store current policy pi_old for all states in the buffer (critical!)
                 passes = buffer.obs.flatten(0, 1).split(pass_size)
                 with torch.no_grad():
                     old_logits = [aux_agent(x.to(device), value=False).logits for x in passes]
                 old_logprobs = torch.cat(old_logits).log_softmax(-1).view(num_rows, T, -1)
-                aux_phase = {"epoch": 0, "old_logprobs": old_logprobs}
+                aux_phase = {"epoch": 0, "old_logprobs": old_logprobs.cpu()}
             # Optimize L_joint wrt theta_pi and L_value wrt theta_V for E_aux epochs
             old_logprobs = aux_phase["old_logprobs"].to(device)
             for epoch in range(aux_phase["epoch"], args.e_auxiliary):
@@ -506,7 +506,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
                     )
                     logger.updates.append(mb_stats)
                     logger.tick("aux_phase", epoch_name, args.num_aux_minibatches)
-                logger.fetch_stats("losses/aux/")
+                logger.fetch_stats("aux_phase", "losses/aux/")
             aux_phase = None
         if phase_ends:
             buffer.num_stored = 0
@@ -523,7 +523,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
 
 # ---- 5 Environment and statistics ----------------------------------------------------------------
 NUM_LEVELS = 2**31 - 1  # procgen draws level seeds from 0 to 2**31 - 2
-GAMES_WITH_MODE = {  # all have easy and hard; if a game lacks a mode, procgen ends the process
+GAMES_WITH_MODE = {  # all have easy and hard; Procgen aborts the process if a game lacks a mode
     "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
     "memory": ["caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"],
     "exploration": [
@@ -554,7 +554,7 @@ class ProcgenVectorEnv:
         self.close = self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
-        """Observations as they are, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
+        """The current observations, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
         if not self.has_gym3:
             return self.games.reset()
         return self.games.observe()[1]["rgb"], {}
@@ -583,7 +583,7 @@ class ProcgenVectorEnv:
 
 
 def make_envs(args: Args, cleanup, num_envs: int, seed: int, **options) -> ProcgenVectorEnv:
-    """Environments for the run's flags, but for options."""
+    """Environments as the flags describe them; options override the flags."""
     levels = {"num_levels": args.num_levels, "start_level": args.start_level}
     options = {**levels, "num_threads": args.env_threads, **options}
     envs = ProcgenVectorEnv(args.env_id, num_envs, args.distribution_mode, seed, **options)
@@ -629,7 +629,7 @@ class RewardNormalizer(nn.Module):
         super().__init__()
         self.gamma = gamma
         self.register_buffer("returns", torch.zeros(num_envs, dtype=torch.float64))
-        # number, sum and sum of squares of all R_t, with a prior of variance 1 that counts little
+        # number, sum and sum of squares of all R_t; begins as a weak prior of variance 1
         self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, rewards: np.ndarray, firsts: np.ndarray) -> np.ndarray:
@@ -668,7 +668,7 @@ def rank_seed(seed: int) -> int:
 
 
 def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callable, Callable]:
-    """Move the agent to the device, and choose what is fast there; only rounding changes. Return
+    """Move the agent to the device and turn on what is fast there: only rounding changes. Return
     the agent for the auxiliary phase, and a decorator that makes CUDA graphs."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -678,7 +678,7 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> tuple[Callab
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it anew costs up to 40 %
+    elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it again costs up to 40 %
         libc = ctypes.CDLL(None)
         if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; old versions refuse, then leave both alone
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -756,12 +756,12 @@ def start_ranks(args: Args, cleanup: contextlib.ExitStack) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
     def leave(error, *_) -> None:
-        if error is None or args.device == "cpu":  # else it would wait for CUDA graphs that failed
+        if error is None or args.device == "cpu":  # else it would wait for failed CUDA graphs
             dist.destroy_process_group()
 
     if RANK > 0:
         torch.manual_seed(rank_seed(args.seed))
-    if NUM_RANKS > 1:  # after Adam, whose import of torch._dynamo would keep the group's threads
+    if NUM_RANKS > 1:  # after Adam, which imports torch._dynamo: it would keep the group's threads
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun
         backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # evaluations take long
@@ -807,7 +807,7 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
 
 # ---- 7 Records and checkpoints -------------------------------------------------------------------
 class UsageError(BaseException):  # not an Exception, which library code may catch and swallow
-    """The request cannot be served: one line, exit code 2."""
+    """Bad input: one line, exit code 2."""
 
 
 class Stopped(BaseException):
@@ -820,7 +820,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def say(text: str, file=None) -> None:
-    """Print a line on rank 0. If its reader has gone (| head), go on: the records are in files."""
+    """Print a line on rank 0. A closed pipe (| head) does not stop the run: it has its files."""
     if RANK == 0 or file:
         try:
             print(text, file=file or sys.stdout, flush=True)
@@ -829,7 +829,7 @@ def say(text: str, file=None) -> None:
 
 
 def count_work(args: Args) -> dict[str, tuple[int, int]]:
-    """By phase, the ticks of the whole run and the samples of a tick."""
+    """For each phase: ticks in the whole run, and samples per tick."""
     num_aux_updates = args.num_phases * args.e_auxiliary * args.num_aux_minibatches
     return {
         "rollout": (args.num_iterations * args.num_steps, args.num_envs),
@@ -853,7 +853,7 @@ class Logger:
         self.seconds = Counter()
         self.row_seconds = Counter()  # since the last row
         self.past_time = 0.0  # seconds of earlier processes of this run
-        self.start = self.last_tick = self.last_show = time.monotonic()
+        self.start = self.last_lap = self.last_show = time.monotonic()
 
     def state_dict(self) -> dict:
         state = {"rows": self.rows, "row": self.row, "stats": self.stats}
@@ -873,7 +873,7 @@ class Logger:
         return self.past_time + time.monotonic() - self.start
 
     def open(self, about: dict, cleanup: contextlib.ExitStack) -> None:
-        """Begin to log. Rows after the checkpoint go, because their iterations are done again."""
+        """Start logging. Drop the rows after the checkpoint: their iterations are done again."""
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: closed by the caller
         options = {"disable": RANK > 0 or not is_terminal, "file": sys.stdout}
         self.bar = tqdm(total=100, bar_format="{percentage:3.0f}%|{bar:10}| {desc}", **options)
@@ -910,7 +910,7 @@ class Logger:
             self.table.writeheader()
             self.table.writerows(self.rows)
 
-    def fetch_stats(self, prefix: str) -> None:
+    def fetch_stats(self, phase: str, prefix: str) -> None:
         """Fetch the updates' statistics from the device; means over ranks. Stopped if a number is
         not finite."""
         names = [prefix + name for name in self.updates[0]]
@@ -918,17 +918,20 @@ class Logger:
         self.updates = []
         table = table.cpu()  # waits for the GPU
         tables = torch.stack(gather_objects(table), -1)  # (num_updates, num_stats, num_ranks)
-        for k, i, rank in (~tables.isfinite()).nonzero().tolist():
+        bad = (~tables.isfinite()).nonzero().tolist()
+        if bad:
+            k, i, rank = bad[0]
             number = f"{names[i]} is {tables[k, i, rank].item()} on rank {rank}"
             where = f"update {k + 1} of {len(tables)} in iteration {len(self.rows) + 1}"
             raise Stopped(f"{number} at {where}", 1)
         for name, column in zip(names, tables.mean(-1).T, strict=True):
             self.stats[name] = torch.cat([self.stats.get(name, column[:0]), column])
+        self.lap(phase)
 
     def log(self) -> None:
         """End an iteration: write its row. Numbers that are not finite stay blank."""
         if any(name.startswith("eval/") for name in self.row):
-            self.tick("evaluation")
+            self.lap("evaluation")
         iteration = len(self.rows) + 1
         step = iteration * self.args.batch_size * NUM_RANKS
         wall_time = self.wall_time()
@@ -948,10 +951,12 @@ class Logger:
             self.table.writerow(row)
         else:
             self.write_table()
-        row = {name: x for name, x in row.items() if x is not None}
-        scalars = {name if "/" in name else f"charts/{name}": x for name, x in row.items()}
-        for name, x in scalars.items():
-            self.tensorboard.add_scalar(name, x, step)
+        scalars = {}
+        for name, x in row.items():
+            if x is not None:
+                tag = name if "/" in name else f"charts/{name}"
+                scalars[tag] = x
+                self.tensorboard.add_scalar(tag, x, step)
         self.tensorboard.flush()
         if self.args.track:
             video = Path(self.args.run_dir) / f"{step}.mp4"
@@ -963,16 +968,20 @@ class Logger:
             self.bar.clear()
             say(f"at this speed the whole run takes {total}")
         self.show()
-        self.last_tick = time.monotonic()  # writing all this belongs to no phase
+        self.last_lap = time.monotonic()  # the time for writing belongs to no phase
+
+    def lap(self, phase: str) -> None:
+        """Add the seconds since the last lap to a phase."""
+        now = time.monotonic()
+        self.seconds[phase] += now - self.last_lap
+        self.row_seconds[phase] += now - self.last_lap
+        self.last_lap = now
 
     def tick(self, phase: str, epoch_name: str = "", num_minibatches: int = 0) -> None:
         """Count a rollout step, an epoch of the policy phase, or an auxiliary minibatch."""
-        now = time.monotonic()
-        for seconds in (self.seconds, self.row_seconds):
-            seconds[phase] += now - self.last_tick
-        self.last_tick = now
+        self.lap(phase)
         self.ticks[phase] += 1
-        if now - self.last_show > (60 if self.bar.disable else 0.1):
+        if self.last_lap - self.last_show > (60 if self.bar.disable else 0.1):
             where = f"{epoch_name}, minibatch {len(self.updates)} of {num_minibatches}"
             self.show(where if epoch_name else "")
 
@@ -1096,30 +1105,31 @@ class Buffer:
     the observations survive a kill, and the kernel writes them to the disk if memory is short. The
     next phase overwrites them only after a checkpoint that needs them no longer."""
 
-    def __init__(self, shape: tuple, device: torch.device, where: str, about: dict) -> None:
+    def __init__(self, shape: tuple, device: torch.device, about: dict) -> None:
+        where = about["used"]["aux_device"]  # rank 0's choice, for all ranks
         self.num_stored = 0
         self.returns = torch.empty(shape[:2], device=device)
         self.is_file = where == "file" and shape[0] > 0
         self.path = Path(about["args"]["run_dir"]) / f"buffer_{about['run_id']}_{RANK}.bin"
-        self.size = size = math.prod(shape)  # bytes
-        self.is_old = self.path.exists() and self.path.stat().st_size == size
+        self.size = math.prod(shape)  # bytes
+        self.is_old = self.path.exists() and self.path.stat().st_size == self.size
         if not self.is_file:
             place = device if where == "cuda" else "cpu"
             is_pinned = device.type == "cuda" and where == "cpu"
-            num_bytes = size
+            num_bytes = self.size
             if is_pinned:  # torch rounds it up to a power of two
-                num_bytes = 2 ** math.ceil(math.log2(size + 1))
+                num_bytes = 2 ** math.ceil(math.log2(self.size + 1))
             if where == "cpu":
                 require_memory(num_bytes, "rollouts")
             self.obs = torch.empty(shape, dtype=torch.uint8, device=place, pin_memory=is_pinned)
             return
         try:
             with open(self.path, "ab") as file:  # without space, writing would kill the process
-                os.posix_fallocate(file.fileno(), 0, size)
+                os.posix_fallocate(file.fileno(), 0, self.size)
         except OSError as error:
-            message = f"the buffer needs {size / 1e9:.3g} GB in {self.path}: {error.strerror}"
+            message = f"the buffer needs {self.size / 1e9:.3g} GB in {self.path}: {error.strerror}"
             raise UsageError(f"{message}; --aux-device cpu keeps it in memory") from None
-        self.obs = torch.from_file(str(self.path), True, size, dtype=torch.uint8).view(shape)
+        self.obs = torch.from_file(str(self.path), True, self.size, dtype=torch.uint8).view(shape)
 
     def add(self, obs: torch.Tensor, returns: torch.Tensor) -> None:
         """Store rollouts (N, T, ...) and their targets (N, T) in the next N rows."""
@@ -1145,7 +1155,7 @@ class Buffer:
         if self.num_stored > 0 and not (self.is_file and self.is_old):
             if not self.is_old:  # else the next attempt would take the new file for the old one
                 self.path.unlink(missing_ok=True)
-            raise UsageError(f"this takes --aux-device file and {self.path}")
+            raise UsageError(f"to resume, this run needs --aux-device file and {self.path}")
 
 
 # ---- 8 Evaluation and video ----------------------------------------------------------------------
@@ -1208,7 +1218,7 @@ class Evaluator:
             self.envs["video"] = make_envs(args, cleanup, 4, seed, **unseen)
         self.starts = {split: envs.state_dict() for split, envs in self.envs.items()}
 
-    @torch.compiler.set_stance("force_eager")  # its batch sizes are not worth a compilation
+    @torch.compiler.set_stance("force_eager")  # its batch sizes are not worth compiling
     def __call__(self, agent: nn.Module, iteration: int) -> dict[str, float]:
         """If an evaluation is due, mean return and standard error over the episodes, by column."""
         args = self.args
@@ -1241,16 +1251,19 @@ MAY_CHANGE = {  # flags of a resumed run, and what is derived from them
 
 
 def check_args(args: Args) -> None:
-    """UsageError for what would fail late or go wrong in silence."""
+    """UsageError for settings that would fail late or silently."""
     is_set = 0 <= RANK < NUM_RANKS and LOCAL_RANK >= 0 and LOCAL_WORLD_SIZE > 0
     is_set = is_set and (NUM_RANKS == 1 or "MASTER_ADDR" in os.environ)
     require(is_set, "RANK, WORLD_SIZE, LOCAL_RANK and the like must be as torchrun sets them")
-    may_be_zero = ("seed", "e_value", "e_auxiliary")
+    at_least_1 = [
+        "num_envs", "num_steps", "num_minibatches", "e_policy", "n_iteration", "num_aux_rollouts",
+        "aux_interval", "eval_episodes", "checkpoint_interval",
+    ]  # fmt: skip
     limits = {"total_timesteps": 10**15, "gamma": 1, "gae_lambda": 1, "reward_gamma": 1}
     for name, value in vars(args).items():
         if isinstance(value, int | float) and name != "env_threads":
-            is_count = type(value) is int and getattr(Args, name, 0) > 0 and name not in may_be_zero
-            is_fine = int(is_count) <= value <= limits.get(name, 2**31 - 1)
+            smallest = 1 if name in at_least_1 else 0
+            is_fine = smallest <= value <= limits.get(name, 2**31 - 1)
             require(is_fine, f"{name} cannot be {value}")
     games = GAMES_WITH_MODE.get(args.distribution_mode, [args.env_id])
     require(args.env_id in games, f"only {games} have {args.distribution_mode} mode")
@@ -1261,7 +1274,8 @@ def check_args(args: Args) -> None:
     require(args.clip_coef > 0 or not args.clip_vloss, "clip_vloss needs a clip_coef")
     size = args.batch_size
     require(size % args.num_minibatches == 0, f"num_minibatches must divide {size} samples")
-    require(args.num_iterations > 0, f"total_timesteps is less than an iteration of {size} steps")
+    iteration = f"an iteration of {size * NUM_RANKS:,} steps"
+    require(args.num_iterations > 0, f"total_timesteps is less than {iteration}")
     num_envs = args.num_envs + (2 * args.eval_episodes if args.eval_interval > 0 else 0)
     rollout = size * math.prod(ProcgenVectorEnv.obs_shape)  # bytes
     require_memory(1_000_000 * num_envs + rollout, "environments and a rollout")
@@ -1274,7 +1288,7 @@ def check_args(args: Args) -> None:
     one_rate = args.learning_rate == args.aux_learning_rate
     require(one_rate or not args.single_optimizer, "single_optimizer has one learning rate")
     has_place = args.aux_device != "cuda" or args.device != "cpu"
-    require(has_place, "aux_device: there is no GPU in use")
+    require(has_place, "aux_device cuda needs a GPU")
 
 
 def require_memory(num_bytes: float, what: str) -> None:
@@ -1312,13 +1326,14 @@ def choose_auto(args: Args) -> dict:
 
 
 def describe(args: Args) -> dict:
-    """What one must know about a run: arguments; command, commit, versions and hardware."""
+    """What is needed to understand a run: arguments, command, commit, versions, hardware."""
     if args.resume:
         about = load_checkpoint(Path(args.run_dir) / "checkpoint.pt")["about"]
     else:
-        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        git = "git describe --always --dirty --abbrev=40 '--exclude=*'"  # empty without git
         folder = Path(__file__).resolve().parent
-        commit = subprocess.run(git, cwd=folder, capture_output=True, text=True).stdout.strip()
+        result = subprocess.run(git, shell=True, cwd=folder, capture_output=True, text=True)
+        commit = result.stdout.strip()
         about = {"algorithm": ALGORITHM, "run_id": os.urandom(8).hex(), "commit": commit}
         about.update(command=shlex.join(sys.orig_argv), date=time.strftime("%FT%T%z"))
     gpu = torch.cuda.get_device_name() if args.device != "cpu" else None
@@ -1343,21 +1358,21 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     run_dir = Path(args.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # the first two files may be of a run that was killed before its first checkpoint
-        found = {path.name for path in run_dir.iterdir()} - {"args.json", Path(__file__).name}
-        is_free = args.resume or not found
+        names = {path.name for path in run_dir.iterdir()}
+        died_early = names == {"args.json", Path(__file__).name}  # before its first checkpoint
+        is_free = args.resume or not names or died_early
         require(is_free, f"{run_dir} is not empty: --resume it, or choose another --run-dir")
         file = cleanup.enter_context(open(run_dir / "args.json", "a"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it at any end
-        cleanup.callback(remove_if_not_begun)
-        file.truncate(0)
-        json.dump(about, file, indent=2)
-        file.flush()
         copy = run_dir / Path(__file__).name
         if not args.resume:
             shutil.copy(__file__, copy)
         elif not copy.exists() or copy.read_bytes() != Path(__file__).read_bytes():
-            say(f"another version of this script began the run: {copy}", sys.stderr)
+            say(f"this run was started by another version of the script: {copy}", sys.stderr)
+        cleanup.callback(remove_if_not_begun)
+        file.truncate(0)
+        json.dump(about, file, indent=2)
+        file.flush()
     except BlockingIOError:
         raise UsageError(f"another process is writing to {run_dir}") from None
     except OSError as error:
@@ -1367,7 +1382,6 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
 def main(args: Args) -> None:
     """Train. If the run does not finish, say why and how to continue it; exit code 128 + n after
     signal n, else 1."""
-    require(sys.platform == "linux", "it runs on Linux only (on Windows: in WSL 2)")
     try:
         with contextlib.ExitStack() as cleanup:
             about = describe(args)
@@ -1412,6 +1426,7 @@ def main(args: Args) -> None:
 
 def parse_args() -> Args:
     """Arguments from the command line; with --resume those of the run, which few flags change."""
+    require(sys.platform == "linux", "it runs on Linux only (on Windows: in WSL 2)")
     title = __doc__.split("\n")[0]
     args = tyro.cli(Args, description=title)
     if args.resume is None:
@@ -1427,7 +1442,7 @@ def parse_args() -> Args:
         saved = {**state["about"]["args"], "resume": args.resume, "run_dir": args.resume}
     except (KeyError, TypeError, IndexError):  # another file of torch
         is_ours = False
-    require(is_ours, f"{args.resume} is no run of {Path(__file__).name}")
+    require(is_ours, f"{args.resume} is not a run of {Path(__file__).name}")
     odd = set(saved) ^ {x.name for x in fields(Args)}
     require(not odd, f"this script and that of {args.resume} differ in flags: {odd}")
     default = Args.__new__(Args)  # without __post_init__, which replace calls
@@ -1436,10 +1451,10 @@ def parse_args() -> Args:
     check_args(args)
     for name, value in vars(args).items():
         is_same = value == saved[name] or name in MAY_CHANGE
-        require(is_same, f"{name} contradicts the checkpoint, which has {saved[name]}")
+        require(is_same, f"{name} cannot change: the checkpoint has {saved[name]}")
     more = args.num_iterations - saved["num_iterations"]
     may_grow = more == 0 or (more > 0 and not args.anneal_lr)
-    require(may_grow, "total_timesteps contradicts the checkpoint, or the schedule of anneal_lr")
+    require(may_grow, "total_timesteps can only grow, and not with anneal_lr")
     if state["iteration"] == args.num_iterations:
         for path in Path(args.resume).glob("buffer_*.bin"):  # if a kill at the very end left it
             path.unlink(missing_ok=True)  # another rank may have been faster

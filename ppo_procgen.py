@@ -12,7 +12,7 @@
 
     python ppo_procgen.py --env-id starpilot                 # the published setting, 25M steps
     python ppo_procgen.py --env-id starpilot --num-envs 4 --num-steps 16 --num-minibatches 2 \
-        --total-timesteps 256                                # seconds: does it work?
+        --total-timesteps 256                                # smoke test: seconds
 
 Read sections 1 to 4, the algorithm: arguments, networks, losses, training loop. Sections 5 to 9
 are for reference. Letters: T = num_steps, N = num_envs, B = samples in a minibatch, A = actions.
@@ -67,10 +67,10 @@ Game = Literal[
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of the whole run, over all ranks
-    seed: int = 1  # on a CPU, same seed and number of threads: bit-identical results
+    seed: int = 1  # random seed; on a CPU, equal seeds and threads give bit-identical results
     exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # run folder to resume, with its own flags; total_timesteps may grow
+    resume: str | None = None  # run folder to resume with its flags; total_timesteps may grow
     checkpoint_interval: int = 4  # iterations between checkpoints
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
@@ -82,15 +82,15 @@ class Args:
 
     # evaluation
     eval_interval: int = 0  # iterations between evaluations, plus one at the end; 0: none
-    eval_episodes: int = 128  # episodes of an evaluation, one in each of as many environments
-    capture_video: bool = False  # record four episodes at each evaluation, or else at the end
+    eval_episodes: int = 128  # episodes per evaluation, one per environment
+    capture_video: bool = False  # record four episodes at each evaluation and at the end
 
     # environment
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     num_levels: int = 0  # number of training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: parallel environments of each rank
-    env_threads: int = -1  # procgen's threads; 0: step in the main thread; -1: chosen by cores
+    env_threads: int = -1  # Procgen's threads; 0: step in the main thread; -1: by cores
 
     # optimisation
     num_steps: int = 256  # T: steps of each environment in a rollout
@@ -104,7 +104,7 @@ class Args:
     update_epochs: int = 3  # epochs over the N * T samples
     clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
     ent_coef: float = 0.01  # c: weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of half the mean squared error (ppg_procgen: of all of it)
+    vf_coef: float = 0.5  # weight of half the mean squared error (ppg_procgen: of the whole)
     clip_vloss: bool = True  # clip the value loss with clip_coef
     max_grad_norm: float = 0.5  # clip the norm of the gradient; 0: no clipping
 
@@ -167,7 +167,7 @@ class ImpalaCNN(nn.Module):
 
 
 class Outputs(NamedTuple):
-    """What the agent computes from observations; None for what was not asked for."""
+    """The agent's outputs; None for those that were not requested."""
 
     logits: torch.Tensor | None  # (B, A)
     values: torch.Tensor | None  # (B,)
@@ -204,7 +204,7 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> np.n
     rewards: (T, N). values: (T + 1, N), the last row is the bootstrap. dones: (T + 1, N), dones[t]
     is 1 where o_t begins a new episode."""
     nonterminal = 1 - dones[1:]
-    deltas = rewards.astype(values.dtype) + gamma * values[1:] * nonterminal - values[:-1]
+    deltas = rewards + gamma * values[1:] * nonterminal - values[:-1]
     advantages = np.empty_like(deltas)
     last_gae = 0.0
     for t in reversed(range(len(rewards))):
@@ -213,8 +213,8 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> np.n
     return advantages
 
 
-# On a GPU the losses run inside a CUDA graph: after its third call, Python code in them (print, a
-# counter, .item()) no longer runs. With --no-cuda-graphs it does.
+# On a GPU the losses run in a CUDA graph, which is captured at call 4: after that, Python code in
+# them (print, a counter) does not run, and .item() fails. To debug: --no-cuda-graphs.
 def policy_phase_loss(agent, args, obs, actions, logprobs, advantages, returns, values):
     """-L_clip - c S[pi] + vf_coef * value loss over a minibatch, and statistics to log. obs to
     values are tensors (B, ...): logprobs is log pi_old(a|o), values are the old V(o)."""
@@ -304,7 +304,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     start_ranks(args, cleanup)
     about = gather_objects(about)[0]  # all ranks use rank 0's run folder
 
-    @graphed  # as for the losses: on a GPU, Python code in act runs three times only
+    @graphed  # as the losses: on a GPU, Python code in act soon does not run any more
     @torch.no_grad()
     def act(*, obs: torch.Tensor) -> dict[str, torch.Tensor]:
         outputs = agent(obs)
@@ -321,7 +321,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     actions = torch.empty((T, N), dtype=torch.int64, device=device)
     logprobs = torch.empty((T, N), device=device)
     values = torch.empty((T + 1, N), device=device)
-    rewards = torch.empty((T, N)).numpy()  # on the host, as dones
+    rewards = torch.empty((T, N)).numpy()  # on the host, in torch's default dtype, as dones
     dones = torch.empty((T + 1, N)).numpy()  # dones[t] is 1 where o_t begins an episode
     pinned_obs = torch.empty(obs.shape[1:], dtype=torch.uint8, pin_memory=device.type == "cuda")
 
@@ -393,7 +393,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
                     values=b_values[mb_inds],
                 )
                 logger.updates.append(mb_stats)
-            logger.fetch_stats("losses/")
+            logger.fetch_stats("policy_phase", "losses/")
             logger.tick("policy_phase")
         logger.row["charts/learning_rate"] = remaining * args.learning_rate
         logger.row["losses/explained_variance"] = explained_variance(old_values[:-1], returns)
@@ -408,7 +408,7 @@ def train(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
 
 # ---- 5 Environment and statistics ----------------------------------------------------------------
 NUM_LEVELS = 2**31 - 1  # procgen draws level seeds from 0 to 2**31 - 2
-GAMES_WITH_MODE = {  # all have easy and hard; if a game lacks a mode, procgen ends the process
+GAMES_WITH_MODE = {  # all have easy and hard; Procgen aborts the process if a game lacks a mode
     "extreme": ["chaser", "dodgeball", "leaper", "starpilot"],
     "memory": ["caveflyer", "dodgeball", "heist", "jumper", "maze", "miner"],
     "exploration": [
@@ -439,7 +439,7 @@ class ProcgenVectorEnv:
         self.close = self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
-        """Observations as they are, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
+        """The current observations, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
         if not self.has_gym3:
             return self.games.reset()
         return self.games.observe()[1]["rgb"], {}
@@ -468,7 +468,7 @@ class ProcgenVectorEnv:
 
 
 def make_envs(args: Args, cleanup, num_envs: int, seed: int, **options) -> ProcgenVectorEnv:
-    """Environments for the run's flags, but for options."""
+    """Environments as the flags describe them; options override the flags."""
     levels = {"num_levels": args.num_levels, "start_level": args.start_level}
     options = {**levels, "num_threads": args.env_threads, **options}
     envs = ProcgenVectorEnv(args.env_id, num_envs, args.distribution_mode, seed, **options)
@@ -515,7 +515,7 @@ class RewardNormalizer(nn.Module):
         super().__init__()
         self.gamma = gamma
         self.register_buffer("returns", torch.zeros(num_envs, dtype=torch.float64))
-        # number, sum and sum of squares of all R_t, with a prior of variance 1 that counts little
+        # number, sum and sum of squares of all R_t; begins as a weak prior of variance 1
         self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, rewards: np.ndarray, firsts: np.ndarray) -> np.ndarray:
@@ -556,7 +556,7 @@ def rank_seed(seed: int) -> int:
 
 
 def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
-    """Move the agent to the device, and choose what is fast there; only rounding changes. Return
+    """Move the agent to the device and turn on what is fast there: only rounding changes. Return
     a decorator that makes CUDA graphs."""
     on_gpu = device.type == "cuda"
     if on_gpu:
@@ -566,7 +566,7 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it anew costs up to 40 %
+    elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it again costs up to 40 %
         libc = ctypes.CDLL(None)
         if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; old versions refuse, then leave both alone
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
@@ -637,12 +637,12 @@ def start_ranks(args: Args, cleanup: contextlib.ExitStack) -> None:
         raise Stopped(f"by {signal.Signals(number).name}", 128 + number)
 
     def leave(error, *_) -> None:
-        if error is None or args.device == "cpu":  # else it would wait for CUDA graphs that failed
+        if error is None or args.device == "cpu":  # else it would wait for failed CUDA graphs
             dist.destroy_process_group()
 
     if RANK > 0:
         torch.manual_seed(rank_seed(args.seed))
-    if NUM_RANKS > 1:  # after Adam, whose import of torch._dynamo would keep the group's threads
+    if NUM_RANKS > 1:  # after Adam, which imports torch._dynamo: it would keep the group's threads
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: end with torchrun
         backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(hours=2))  # evaluations take long
@@ -682,7 +682,7 @@ def explained_variance(values: np.ndarray, returns: np.ndarray) -> float:
 
 # ---- 7 Records and checkpoints -------------------------------------------------------------------
 class UsageError(BaseException):  # not an Exception, which library code may catch and swallow
-    """The request cannot be served: one line, exit code 2."""
+    """Bad input: one line, exit code 2."""
 
 
 class Stopped(BaseException):
@@ -695,7 +695,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def say(text: str, file=None) -> None:
-    """Print a line on rank 0. If its reader has gone (| head), go on: the records are in files."""
+    """Print a line on rank 0. A closed pipe (| head) does not stop the run: it has its files."""
     if RANK == 0 or file:
         try:
             print(text, file=file or sys.stdout, flush=True)
@@ -704,7 +704,7 @@ def say(text: str, file=None) -> None:
 
 
 def count_work(args: Args) -> dict[str, tuple[int, int]]:
-    """By phase, the ticks of the whole run and the samples of a tick."""
+    """For each phase: ticks in the whole run, and samples per tick."""
     return {
         "rollout": (args.num_iterations * args.num_steps, args.num_envs),
         "policy_phase": (args.num_iterations * args.update_epochs, args.batch_size),
@@ -726,7 +726,7 @@ class Logger:
         self.seconds = Counter()
         self.row_seconds = Counter()  # since the last row
         self.past_time = 0.0  # seconds of earlier processes of this run
-        self.start = self.last_tick = self.last_show = time.monotonic()
+        self.start = self.last_lap = self.last_show = time.monotonic()
 
     def state_dict(self) -> dict:
         state = {"rows": self.rows, "row": self.row, "stats": self.stats}
@@ -746,7 +746,7 @@ class Logger:
         return self.past_time + time.monotonic() - self.start
 
     def open(self, about: dict, cleanup: contextlib.ExitStack) -> None:
-        """Begin to log. Rows after the checkpoint go, because their iterations are done again."""
+        """Start logging. Drop the rows after the checkpoint: their iterations are done again."""
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: closed by the caller
         options = {"disable": RANK > 0 or not is_terminal, "file": sys.stdout}
         self.bar = tqdm(total=100, bar_format="{percentage:3.0f}%|{bar:10}| {desc}", **options)
@@ -783,7 +783,7 @@ class Logger:
             self.table.writeheader()
             self.table.writerows(self.rows)
 
-    def fetch_stats(self, prefix: str) -> None:
+    def fetch_stats(self, phase: str, prefix: str) -> None:
         """Fetch the updates' statistics from the device; means over ranks. Stopped if a number is
         not finite."""
         names = [prefix + name for name in self.updates[0]]
@@ -791,17 +791,20 @@ class Logger:
         self.updates = []
         table = table.cpu()  # waits for the GPU
         tables = torch.stack(gather_objects(table), -1)  # (num_updates, num_stats, num_ranks)
-        for k, i, rank in (~tables.isfinite()).nonzero().tolist():
+        bad = (~tables.isfinite()).nonzero().tolist()
+        if bad:
+            k, i, rank = bad[0]
             number = f"{names[i]} is {tables[k, i, rank].item()} on rank {rank}"
             where = f"update {k + 1} of {len(tables)} in iteration {len(self.rows) + 1}"
             raise Stopped(f"{number} at {where}", 1)
         for name, column in zip(names, tables.mean(-1).T, strict=True):
             self.stats[name] = torch.cat([self.stats.get(name, column[:0]), column])
+        self.lap(phase)
 
     def log(self) -> None:
         """End an iteration: write its row. Numbers that are not finite stay blank."""
         if any(name.startswith("eval/") for name in self.row):
-            self.tick("evaluation")
+            self.lap("evaluation")
         iteration = len(self.rows) + 1
         step = iteration * self.args.batch_size * NUM_RANKS
         wall_time = self.wall_time()
@@ -821,10 +824,12 @@ class Logger:
             self.table.writerow(row)
         else:
             self.write_table()
-        row = {name: x for name, x in row.items() if x is not None}
-        scalars = {name if "/" in name else f"charts/{name}": x for name, x in row.items()}
-        for name, x in scalars.items():
-            self.tensorboard.add_scalar(name, x, step)
+        scalars = {}
+        for name, x in row.items():
+            if x is not None:
+                tag = name if "/" in name else f"charts/{name}"
+                scalars[tag] = x
+                self.tensorboard.add_scalar(tag, x, step)
         self.tensorboard.flush()
         if self.args.track:
             video = Path(self.args.run_dir) / f"{step}.mp4"
@@ -836,16 +841,20 @@ class Logger:
             self.bar.clear()
             say(f"at this speed the whole run takes {total}")
         self.show()
-        self.last_tick = time.monotonic()  # writing all this belongs to no phase
+        self.last_lap = time.monotonic()  # the time for writing belongs to no phase
+
+    def lap(self, phase: str) -> None:
+        """Add the seconds since the last lap to a phase."""
+        now = time.monotonic()
+        self.seconds[phase] += now - self.last_lap
+        self.row_seconds[phase] += now - self.last_lap
+        self.last_lap = now
 
     def tick(self, phase: str, epoch_name: str = "", num_minibatches: int = 0) -> None:
         """Count a rollout step, an epoch of the policy phase, or an auxiliary minibatch."""
-        now = time.monotonic()
-        for seconds in (self.seconds, self.row_seconds):
-            seconds[phase] += now - self.last_tick
-        self.last_tick = now
+        self.lap(phase)
         self.ticks[phase] += 1
-        if now - self.last_show > (60 if self.bar.disable else 0.1):
+        if self.last_lap - self.last_show > (60 if self.bar.disable else 0.1):
             where = f"{epoch_name}, minibatch {len(self.updates)} of {num_minibatches}"
             self.show(where if epoch_name else "")
 
@@ -1013,7 +1022,7 @@ class Evaluator:
             self.envs["video"] = make_envs(args, cleanup, 4, seed, **unseen)
         self.starts = {split: envs.state_dict() for split, envs in self.envs.items()}
 
-    @torch.compiler.set_stance("force_eager")  # its batch sizes are not worth a compilation
+    @torch.compiler.set_stance("force_eager")  # its batch sizes are not worth compiling
     def __call__(self, agent: nn.Module, iteration: int) -> dict[str, float]:
         """If an evaluation is due, mean return and standard error over the episodes, by column."""
         args = self.args
@@ -1046,16 +1055,19 @@ MAY_CHANGE = {  # flags of a resumed run, and what is derived from them
 
 
 def check_args(args: Args) -> None:
-    """UsageError for what would fail late or go wrong in silence."""
+    """UsageError for settings that would fail late or silently."""
     is_set = 0 <= RANK < NUM_RANKS and LOCAL_RANK >= 0 and LOCAL_WORLD_SIZE > 0
     is_set = is_set and (NUM_RANKS == 1 or "MASTER_ADDR" in os.environ)
     require(is_set, "RANK, WORLD_SIZE, LOCAL_RANK and the like must be as torchrun sets them")
-    may_be_zero = ("seed",)
+    at_least_1 = [
+        "num_envs", "num_steps", "num_minibatches", "update_epochs", "eval_episodes",
+        "checkpoint_interval",
+    ]  # fmt: skip
     limits = {"total_timesteps": 10**15, "gamma": 1, "gae_lambda": 1, "reward_gamma": 1}
     for name, value in vars(args).items():
         if isinstance(value, int | float) and name != "env_threads":
-            is_count = type(value) is int and getattr(Args, name, 0) > 0 and name not in may_be_zero
-            is_fine = int(is_count) <= value <= limits.get(name, 2**31 - 1)
+            smallest = 1 if name in at_least_1 else 0
+            is_fine = smallest <= value <= limits.get(name, 2**31 - 1)
             require(is_fine, f"{name} cannot be {value}")
     games = GAMES_WITH_MODE.get(args.distribution_mode, [args.env_id])
     require(args.env_id in games, f"only {games} have {args.distribution_mode} mode")
@@ -1066,7 +1078,8 @@ def check_args(args: Args) -> None:
     require(args.clip_coef > 0 or not args.clip_vloss, "clip_vloss needs a clip_coef")
     size = args.batch_size
     require(size % args.num_minibatches == 0, f"num_minibatches must divide {size} samples")
-    require(args.num_iterations > 0, f"total_timesteps is less than an iteration of {size} steps")
+    iteration = f"an iteration of {size * NUM_RANKS:,} steps"
+    require(args.num_iterations > 0, f"total_timesteps is less than {iteration}")
     num_envs = args.num_envs + (2 * args.eval_episodes if args.eval_interval > 0 else 0)
     rollout = size * math.prod(ProcgenVectorEnv.obs_shape)  # bytes
     require_memory(1_000_000 * num_envs + rollout, "environments and a rollout")
@@ -1080,10 +1093,10 @@ def require_memory(num_bytes: float, what: str) -> None:
 
 def choose_auto(args: Args) -> dict:
     """What "auto", -1 and 0 stand for in this run."""
+    on_gpu = args.device != "cpu"
     used = {"env_threads": args.env_threads}
-    max_chunk = 512  # on a CPU larger chunks take gigabytes and are no faster
-    if args.device != "cpu":
-        max_chunk = 16_384  # larger convolutions take a slow path
+    # on a CPU larger chunks take gigabytes, on a GPU larger convolutions are slow
+    max_chunk = 16_384 if on_gpu else 512
     mb_size = args.batch_size // args.num_minibatches
     used["num_grad_accum"] = args.num_grad_accum or math.ceil(mb_size / max_chunk)
     if args.env_threads < 0:
@@ -1093,13 +1106,14 @@ def choose_auto(args: Args) -> dict:
 
 
 def describe(args: Args) -> dict:
-    """What one must know about a run: arguments; command, commit, versions and hardware."""
+    """What is needed to understand a run: arguments, command, commit, versions, hardware."""
     if args.resume:
         about = load_checkpoint(Path(args.run_dir) / "checkpoint.pt")["about"]
     else:
-        git = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        git = "git describe --always --dirty --abbrev=40 '--exclude=*'"  # empty without git
         folder = Path(__file__).resolve().parent
-        commit = subprocess.run(git, cwd=folder, capture_output=True, text=True).stdout.strip()
+        result = subprocess.run(git, shell=True, cwd=folder, capture_output=True, text=True)
+        commit = result.stdout.strip()
         about = {"algorithm": ALGORITHM, "run_id": os.urandom(8).hex(), "commit": commit}
         about.update(command=shlex.join(sys.orig_argv), date=time.strftime("%FT%T%z"))
     gpu = torch.cuda.get_device_name() if args.device != "cpu" else None
@@ -1124,21 +1138,21 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
     run_dir = Path(args.run_dir)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        # the first two files may be of a run that was killed before its first checkpoint
-        found = {path.name for path in run_dir.iterdir()} - {"args.json", Path(__file__).name}
-        is_free = args.resume or not found
+        names = {path.name for path in run_dir.iterdir()}
+        died_early = names == {"args.json", Path(__file__).name}  # before its first checkpoint
+        is_free = args.resume or not names or died_early
         require(is_free, f"{run_dir} is not empty: --resume it, or choose another --run-dir")
         file = cleanup.enter_context(open(run_dir / "args.json", "a"))
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel frees it at any end
-        cleanup.callback(remove_if_not_begun)
-        file.truncate(0)
-        json.dump(about, file, indent=2)
-        file.flush()
         copy = run_dir / Path(__file__).name
         if not args.resume:
             shutil.copy(__file__, copy)
         elif not copy.exists() or copy.read_bytes() != Path(__file__).read_bytes():
-            say(f"another version of this script began the run: {copy}", sys.stderr)
+            say(f"this run was started by another version of the script: {copy}", sys.stderr)
+        cleanup.callback(remove_if_not_begun)
+        file.truncate(0)
+        json.dump(about, file, indent=2)
+        file.flush()
     except BlockingIOError:
         raise UsageError(f"another process is writing to {run_dir}") from None
     except OSError as error:
@@ -1148,7 +1162,6 @@ def open_run(args: Args, about: dict, cleanup: contextlib.ExitStack) -> None:
 def main(args: Args) -> None:
     """Train. If the run does not finish, say why and how to continue it; exit code 128 + n after
     signal n, else 1."""
-    require(sys.platform == "linux", "it runs on Linux only (on Windows: in WSL 2)")
     try:
         with contextlib.ExitStack() as cleanup:
             about = describe(args)
@@ -1190,6 +1203,7 @@ def main(args: Args) -> None:
 
 def parse_args() -> Args:
     """Arguments from the command line; with --resume those of the run, which few flags change."""
+    require(sys.platform == "linux", "it runs on Linux only (on Windows: in WSL 2)")
     title = __doc__.split("\n")[0]
     args = tyro.cli(Args, description=title)
     if args.resume is None:
@@ -1205,7 +1219,7 @@ def parse_args() -> Args:
         saved = {**state["about"]["args"], "resume": args.resume, "run_dir": args.resume}
     except (KeyError, TypeError, IndexError):  # another file of torch
         is_ours = False
-    require(is_ours, f"{args.resume} is no run of {Path(__file__).name}")
+    require(is_ours, f"{args.resume} is not a run of {Path(__file__).name}")
     odd = set(saved) ^ {x.name for x in fields(Args)}
     require(not odd, f"this script and that of {args.resume} differ in flags: {odd}")
     default = Args.__new__(Args)  # without __post_init__, which replace calls
@@ -1214,10 +1228,10 @@ def parse_args() -> Args:
     check_args(args)
     for name, value in vars(args).items():
         is_same = value == saved[name] or name in MAY_CHANGE
-        require(is_same, f"{name} contradicts the checkpoint, which has {saved[name]}")
+        require(is_same, f"{name} cannot change: the checkpoint has {saved[name]}")
     more = args.num_iterations - saved["num_iterations"]
     may_grow = more == 0 or (more > 0 and not args.anneal_lr)
-    require(may_grow, "total_timesteps contradicts the checkpoint, or the schedule of anneal_lr")
+    require(may_grow, "total_timesteps can only grow, and not with anneal_lr")
     if state["iteration"] == args.num_iterations:
         say(f"{args.resume} is finished; a larger --total-timesteps extends it")
         sys.exit()

@@ -100,7 +100,7 @@ MUTANTS = {
         ("nn.utils.clip_grad_norm_(params, max_grad_norm or math.inf)", "nn.utils.clip_grad_norm_(params, math.inf)"),
         ("(self.batch_size * NUM_RANKS, 1)", "(self.batch_size * NUM_RANKS * 2, 1)"),
         ('used["num_grad_accum"] = args.num_grad_accum or', 'used["num_grad_accum"] ='),
-        ("is_free = args.resume or not found", "is_free = True"),
+        ("is_free = args.resume or not names or died_early", "is_free = True"),
         ("        sys.exit(2)\n", "        sys.exit(1)\n"),
     ],
     "published_runs": [
@@ -136,7 +136,7 @@ MUTANTS = {
         (", aux=aux_optimizer)", ")"),
         ('self.row = state["row"]', "pass"),
         ('self.stats = state["stats"]', "pass"),
-        ("in (~tables.isfinite()).nonzero().tolist():", "in []:"),
+        ("bad = (~tables.isfinite()).nonzero().tolist()", "bad = []"),
         ("(more > 0 and not args.anneal_lr)", "more > 0"),
         ("is_same = value == saved[name] or name in MAY_CHANGE", "is_same = True"),
     ],

@@ -378,7 +378,7 @@ BAD = {
     "--start-level 5": "start_level",
     "--clip-vloss --clip-coef 0": "clip_vloss",
     "--single-optimizer --aux-learning-rate 1": "rate",
-    "--aux-device cuda --no-cuda": "no GPU",
+    "--aux-device cuda --no-cuda": "aux_device cuda needs a GPU",
     "--resume=": "resume",
     "--num-envs 1000000": "less than an iteration",
     "--num-envs 1000000 --total-timesteps 1000000000000": "GB of memory",
@@ -444,8 +444,12 @@ def test_a_folder_that_cannot_be_used_is_refused_in_one_line_and_stays_as_it_is(
     foreign.mkdir()
     for name in ("checkpoint.pt", "ppg_procgen.py", "notes.txt"):
         (foreign / name).write_text("not ours")
+    own = tmp_path / "own"  # somebody's copy of the script, and nothing else
+    own.mkdir()
+    (own / f"{script.__name__}.py").write_text("not a run's")
     before = snapshot(tmp_path)
-    for folder, message in ((tmp_path / "file" / "run", "Not a directory"), (foreign, "is not empty")):
+    not_empty = "is not empty"
+    for folder, message in ((tmp_path / "file" / "run", "Not a directory"), (foreign, not_empty), (own, not_empty)):
         result = command_line(script, "--run-dir", folder)
         assert result.returncode == 2 and message in result.stderr
         assert result.stderr.count("\n") == 1 and result.stdout == ""
@@ -457,6 +461,13 @@ def test_import_runs_and_prints_nothing(tmp_path):
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_system_without_git(command_line, tmp_path):
+    (tmp_path / "sh").symlink_to("/bin/sh")
+    result = command_line(ppo_procgen, *as_flags(CHEAP_PPO | {"run_dir": tmp_path / "run"}), PATH=str(tmp_path))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert json.loads((tmp_path / "run" / "args.json").read_text())["commit"] == ""
 
 
 def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
