@@ -1039,6 +1039,7 @@ def load_checkpoint(path: Path) -> dict:
     except Exception as error:  # a damaged file can raise almost anything
         raise UsageError(f"{path} is damaged, or no checkpoint ({type(error).__name__})") from None
     require(is_whole, f"{path} is damaged (wrong CRC)")
+    require(isinstance(state, dict), f"{path} is not a checkpoint")
     return state
 
 
