@@ -241,7 +241,7 @@ class Agent(nn.Module):
             if self.arch == "dual":
                 features = self.value_encoder(obs)
             elif self.arch == "detach":
-                # (critical!) in both phases, as in the authors' code (in the paper: in the first)
+                # (critical!) in both phases: the value loss must never train the shared encoder
                 features = features.detach()
             values = self.value_head(features).squeeze(-1)
         return Outputs(logits, values, aux_values)
