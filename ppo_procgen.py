@@ -85,7 +85,7 @@ class Args:
     eval_episodes: int = 128  # episodes per evaluation, one per environment
     capture_video: bool = False  # record four episodes at each evaluation and at the end
 
-    # environment
+    # Procgen's difficulty; the last three exist for some games only
     distribution_mode: Literal["easy", "hard", "extreme", "memory", "exploration"] = "easy"
     num_levels: int = 0  # number of training levels; 0: all
     start_level: int = 0  # first training level
@@ -757,9 +757,9 @@ class Logger:
         run_dir = args.run_dir
         sizes = f"{NUM_RANKS} x {args.num_envs} environments x {args.num_steps} steps"
         last = args.num_iterations
-        total = f"{last * args.batch_size * NUM_RANKS:,} steps"
+        total = f"{last * args.batch_size * NUM_RANKS:,} steps in all"
         say(f"{run_dir}: {args.env_id} {args.distribution_mode}, seed {args.seed}, {args.device}")
-        say(f"iterations {len(self.rows) + 1:,} to {last:,} of {sizes} = {total}")
+        say(f"iterations {len(self.rows) + 1:,} to {last:,} of {sizes}; {total}")
         self.path = Path(run_dir) / "metrics.csv"
         self.write_table()
         step = self.rows[-1]["global_step"] if self.rows else 0
@@ -912,7 +912,6 @@ def load_checkpoint(path: Path) -> dict:
     except Exception as error:  # a damaged file can raise almost anything
         raise UsageError(f"{path} is damaged, or no checkpoint ({type(error).__name__})") from None
     require(is_whole, f"{path} is damaged (wrong CRC)")
-    require(isinstance(state, dict), f"{path} is not a checkpoint")
     return state
 
 
@@ -1216,8 +1215,9 @@ def parse_args() -> Args:
     require(args.resume, "--resume is empty: it needs a run folder")  # such as an unset variable
     state = load_checkpoint(Path(args.resume) / "checkpoint.pt")
     try:
-        is_ours = state["about"]["algorithm"] == ALGORITHM
-        saved = {**state["about"]["args"], "resume": args.resume, "run_dir": args.resume}
+        about = state["about"] if isinstance(state, dict) else {}
+        is_ours = about["algorithm"] == ALGORITHM
+        saved = {**about["args"], "resume": args.resume, "run_dir": args.resume}
     except (KeyError, TypeError, IndexError):  # another file of torch
         is_ours = False
     require(is_ours, f"{args.resume} is not a run of {Path(__file__).name}")
@@ -1234,7 +1234,8 @@ def parse_args() -> Args:
     may_grow = more == 0 or (more > 0 and not args.anneal_lr)
     require(may_grow, "total_timesteps can only grow, and not with anneal_lr")
     if state["iteration"] == args.num_iterations:
-        say(f"{args.resume} is finished; a larger --total-timesteps extends it")
+        more = (args.num_iterations + 1) * args.batch_size * NUM_RANKS
+        say(f"{args.resume} is finished; to extend it: --total-timesteps {more} or more")
         sys.exit()
     return args
 

@@ -143,6 +143,8 @@ def play_set(agent, args: Args, game: str, mode: str, name: str, levels: range, 
     size = math.ceil(args.episodes / num_batches)
     chosen = rng.sample(levels, min(args.episodes, len(levels)))
     todo, results = cycle(chosen), []
+    if not sys.stderr.isatty():  # else the bar says it
+        print(f"{mode} {name}: {args.episodes} episodes", file=sys.stderr, flush=True)
     progress = tqdm(total=num_batches * size, desc=f"{mode} {name}", unit="episode", disable=None, leave=False)
     with closing(ProcgenVectorEnv(game, size, mode)) as envs, progress as bar:
         for _ in range(num_batches):

@@ -162,7 +162,7 @@ def test_parameters_are_the_same_bits_on_every_rank(whole):
 
 
 def test_sizes_are_said_per_rank_and_the_budget_is_of_all(whole):
-    assert "2 x 4 environments x 16 steps = 512 steps" in whole.outputs[0]
+    assert "2 x 4 environments x 16 steps; 512 steps in all" in whole.outputs[0]
     assert "finished;" in whole.outputs[0] and whole.outputs[1] == "", "rank 0 alone speaks"
     assert [int(row["global_step"]) for row in read_rows(whole.run_dir)] == [128, 256, 384, 512]
 

@@ -556,7 +556,7 @@ def test_a_checkpoint_of_another_script_is_refused_in_one_line(finished, harm, m
 
 def test_a_file_of_torch_that_is_no_checkpoint_is_refused(tmp_path):
     torch.save(torch.zeros(3), tmp_path / "checkpoint.pt")
-    with pytest.raises(UsageError, match="is not a checkpoint"):
+    with pytest.raises(UsageError, match="not a run of ppg_procgen.py"):
         parse(ppg_procgen, "--resume", tmp_path)
 
 

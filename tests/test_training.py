@@ -62,7 +62,7 @@ def test_budget_is_spent_whole_and_phases_fall_where_they_should(run, capsys):
     rows = read_rows(run(total_timesteps=5 * 64 + 63))
     assert [int(row["global_step"]) for row in rows] == [64, 128, 192, 256, 320]
     assert [row.get("losses/aux/kl_loss", "") != "" for row in rows] == [False, True, False, True, False]
-    assert "iterations 1 to 5 of 1 x 4 environments x 16 steps = 320 steps" in capsys.readouterr().out
+    assert "iterations 1 to 5 of 1 x 4 environments x 16 steps; 320 steps in all" in capsys.readouterr().out
 
 
 def test_only_every_kth_auxiliary_phase_with_aux_interval(trained):
