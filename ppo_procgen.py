@@ -36,8 +36,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -763,6 +763,7 @@ class Logger:
         self.path = Path(run_dir) / "metrics.csv"
         self.write_table()
         step = self.rows[-1]["global_step"] if self.rows else 0
+        threading.excepthook = ignore_full_disk
         self.tensorboard = cleanup.enter_context(SummaryWriter(run_dir, purge_step=step + 1))
         flags = [f"|{name}|{value}|" for name, value in about["args"].items()]
         self.tensorboard.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *flags]))
@@ -884,6 +885,12 @@ class Logger:
         if self.bar.disable:
             say(f"{self.bar.n:3d}% | {text}")
         self.last_show = time.monotonic()
+
+
+def ignore_full_disk(problem) -> None:
+    """The main thread reports a full disk; TensorBoard's thread need not print a traceback too."""
+    if not issubclass(problem.exc_type, OSError):
+        threading.__excepthook__(problem)
 
 
 def save_atomically(path: Path, state: dict) -> None:
@@ -1182,7 +1189,7 @@ def main(args: Args) -> None:
         if isinstance(error, torch.OutOfMemoryError):
             reason += "; --num-grad-accum 2 saves memory"
         elif not isinstance(error, OSError):  # such as a full disk, which the message explains
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())
         if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
             reason += "; --no-compile does without torch.compile"
     say(f"stopped: {reason}", sys.stderr)

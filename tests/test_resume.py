@@ -572,6 +572,17 @@ def test_a_buffer_of_another_size_or_none_is_refused(tmp_path, killed):
         assert not path.exists()
 
 
+def test_a_resume_on_a_full_disk_stops_in_three_lines(small_disk, start):
+    script, run_dir = ppo_procgen, small_disk / "run"
+    assert start(script, {}, *as_flags(TINY | {"run_dir": run_dir, "total_timesteps": 128})).end().returncode == 0
+    (small_disk / "filler").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 4096))
+    result = start(script, {}, *as_flags({"resume": run_dir, "total_timesteps": 256})).end()
+    assert result.returncode == 1 and result.stderr.count("\n") == 3, result.stderr
+    assert "No space left on device" in result.stderr
+    (small_disk / "filler").unlink()
+    assert start(script, {}, *as_flags({"resume": run_dir, "total_timesteps": 256})).end().returncode == 0
+
+
 def test_a_new_run_on_a_full_disk_leaves_nothing(small_disk, capsys):
     (small_disk / "filler").write_bytes(b"x" * (shutil.disk_usage(small_disk).free - 200_000))
     with pytest.raises(SystemExit) as end:
