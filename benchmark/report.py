@@ -76,7 +76,7 @@ OTHER_SUFFIX = " (R_min 3)"
 
 # flags that make another algorithm of a script, with the published values: a run without an exp_name shows the others
 VARIANT_FLAGS = {"arch": "dual", "e_policy": 1, "e_value": 1, "update_epochs": 3}
-VARIANT_FLAGS |= {"clip_coef": 0.2, "kl_coef": 0.0, "aux_interval": 1}
+VARIANT_FLAGS |= {"clip_coef": 0.2, "kl_coef": 0.0, "beta_clone": 1.0, "aux_interval": 1, "num_aux_minibatches": 0}
 METRICS = {"charts/mean_return_100": "train", "eval/train_return": "eval_train", "eval/test_return": "test"}
 # arguments that may differ within a group: they tell its runs apart, or do not touch the result
 PER_RUN_ARGS = "env_id seed run_dir resume track capture_video checkpoint_interval env_threads name hardware".split()

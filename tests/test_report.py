@@ -475,8 +475,10 @@ def test_a_run_without_a_name_of_its_own_is_called_by_its_flags(tmp_path):
     write_run(tmp_path / "2", arch="detach", kl_coef=1.0)
     write_run(tmp_path / "3", exp_name="ppg_wide", arch="detach")
     write_run(tmp_path / "4", exp_name="ppo_procgen", update_epochs=3)
+    write_run(tmp_path / "5", num_aux_minibatches=128, beta_clone=1.0)
     runs, _, notes = report.load_runs((tmp_path,))
-    assert set(runs.name) == {"ppg_procgen", "ppg_procgen --arch detach --kl-coef 1.0", "ppg_wide", "ppo_procgen"}
+    others = {"ppg_procgen --arch detach --kl-coef 1.0", "ppg_procgen --num-aux-minibatches 128"}
+    assert set(runs.name) == {"ppg_procgen", "ppg_wide", "ppo_procgen"} | others
     assert notes == []  # the second is no repeat of the first
 
 
