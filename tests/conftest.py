@@ -182,10 +182,11 @@ def wait_for(condition, seconds: float = 100) -> None:
         time.sleep(0.02)
 
 
-def kill_and_resume(begin, flags: dict, folder: Path, seconds: tuple[float, float]) -> None:
+def kill_and_resume(begin, flags: dict, folder: Path, seconds: tuple[float, float]) -> set:
     """Begin runs with a checkpoint every two iterations and three auxiliary epochs, kill them at random moments and
     resume them until they end, thirty kills in all: the bits of the run in folder / "whole", and little is lost.
-    begin(*flags) starts a run's processes, of which one is killed; the others have to end by themselves."""
+    begin(*flags) starts a run's processes, of which one is killed; the others have to end by themselves.
+    Returns the auxiliary epochs that checkpoints were in; None: between phases."""
     rng, kills, epochs = random.Random(str(flags)), 0, set()
     for number in itertools.count():
         run_dir = folder / f"killed{number}"
@@ -211,8 +212,8 @@ def kill_and_resume(begin, flags: dict, folder: Path, seconds: tuple[float, floa
         assert same(run_dir, folder / "whole") and not list(run_dir.glob("buffer*"))
         if kills >= 30:
             break
-    assert len(epochs & {0, 1, 2}) > 1, "some were inside the auxiliary phase"
     print(f"{kills} kills in {number + 1} runs, the same weights and metrics")
+    return epochs
 
 
 @pytest.fixture(params=[ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])

@@ -240,7 +240,8 @@ def test_thirty_kills_of_a_rank_at_random_moments(ranks, start_ranks, tmp_path):
     flags = FLAGS | {"total_timesteps": 128 * 12, "n_iteration": 4, "e_auxiliary": 3, "checkpoint_interval": 2}
     results = ranks(ppg_procgen, {}, *as_flags(flags | {"run_dir": tmp_path / "whole"}))
     assert [result.returncode for result in results] == [0, 0]
-    kill_and_resume(partial(start_ranks, ppg_procgen, {}), flags, tmp_path, (0.5, 6))
+    epochs = kill_and_resume(partial(start_ranks, ppg_procgen, {}), flags, tmp_path, (0.5, 6))
+    assert len(epochs) > 2, "some were inside the auxiliary phase"
 
 
 def test_a_rank_keeps_its_buffer_until_the_last_checkpoint_is_saved(ranks, whole, tmp_path):

@@ -140,7 +140,8 @@ def test_thirty_kills_at_random_moments(tmp_path, start, variant):
     flags = TINY_PPG | {"total_timesteps": 64 * 12, "n_iteration": 4, "e_auxiliary": 3, "checkpoint_interval": 2}
     flags |= KILLED[variant]
     train(ppg_procgen, make_args(ppg_procgen, tmp_path / "whole", **flags))
-    kill_and_resume(lambda *flags: [start(ppg_procgen, {}, *flags)], flags, tmp_path, (0.1, 3))
+    epochs = kill_and_resume(lambda *flags: [start(ppg_procgen, {}, *flags)], flags, tmp_path, (0.1, 3))
+    assert epochs == {None, 0, 1, 2}, "some were inside the auxiliary phase"
 
 
 # ---- stopped
