@@ -3,12 +3,9 @@
 import contextlib
 import csv
 import functools
-import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -180,40 +177,6 @@ def wait_for(condition, seconds: float = 100) -> None:
     while not condition():
         assert time.monotonic() < deadline, "what the test waits for does not come"
         time.sleep(0.02)
-
-
-def kill_and_resume(begin, flags: dict, folder: Path, seconds: tuple[float, float]) -> set:
-    """Begin runs with a checkpoint every two iterations and three auxiliary epochs, kill them at random moments and
-    resume them until they end, thirty kills in all: the bits of the run in folder / "whole", and little is lost.
-    begin(*flags) starts a run's processes, of which one is killed; the others have to end by themselves.
-    Returns the auxiliary epochs that checkpoints were in; None: between phases."""
-    rng, kills, epochs = random.Random(str(flags)), 0, set()
-    for number in itertools.count():
-        run_dir = folder / f"killed{number}"
-        again = flags | {"run_dir": run_dir}
-        while True:
-            processes = begin(*as_flags(again))
-            processes[0].process.join(rng.uniform(*seconds))
-            rng.choice(processes).process.kill()  # nothing, if it has ended
-            codes = [process.end().returncode for process in processes]
-            if not any(codes):
-                break
-            assert set(codes) <= {0, 1, -signal.SIGKILL}
-            kills += 1
-            if not (run_dir / "checkpoint.pt").exists():
-                shutil.rmtree(run_dir, ignore_errors=True)
-                continue
-            state = ppg_procgen.load_checkpoint(run_dir / "checkpoint.pt")
-            aux_phase = state["ranks"][0]["loop_state"]["aux_phase"]
-            epochs.add(aux_phase and aux_phase["epoch"])
-            num_rows = len(read_rows(run_dir)) if (run_dir / "metrics.csv").exists() else 0
-            assert num_rows - state["iteration"] <= 2
-            again = {"resume": run_dir}
-        assert same(run_dir, folder / "whole") and not list(run_dir.glob("buffer*"))
-        if kills >= 30:
-            break
-    print(f"{kills} kills in {number + 1} runs, the same weights and metrics")
-    return epochs
 
 
 @pytest.fixture(params=[ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])

@@ -5,20 +5,21 @@ import contextlib
 import itertools
 import json
 import os
+import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, TINY_PPG, Process, as_flags, kill_and_resume, read_rows, same, train
+from conftest import ROOT, TINY, TINY_PPG, Process, as_flags, read_rows, same, train
 from worker import install_recording, install_scripted
 
 import ppg_procgen
@@ -238,10 +239,35 @@ def test_a_lost_rank_ends_the_others(ranks, tmp_path, rank, target, k):
 def test_thirty_kills_of_a_rank_at_random_moments(ranks, start_ranks, tmp_path):
     """One of two ranks is killed, the other ends by itself; both resume until they end: the same bits."""
     flags = FLAGS | {"total_timesteps": 128 * 12, "n_iteration": 4, "e_auxiliary": 3, "checkpoint_interval": 2}
-    results = ranks(ppg_procgen, {}, *as_flags(flags | {"run_dir": tmp_path / "whole"}))
-    assert [result.returncode for result in results] == [0, 0]
-    epochs = kill_and_resume(partial(start_ranks, ppg_procgen, {}), flags, tmp_path, (0.5, 6))
+    assert [
+        result.returncode for result in ranks(ppg_procgen, {}, *as_flags(flags | {"run_dir": tmp_path / "whole"}))
+    ] == [0, 0]
+    rng, kills, epochs = random.Random(1), 0, set()
+    for number in range(1000):
+        run_dir = tmp_path / f"killed{number}"
+        again = flags | {"run_dir": run_dir}
+        while True:
+            processes = start_ranks(ppg_procgen, {}, *as_flags(again))
+            processes[0].process.join(rng.uniform(0.5, 6))
+            rng.choice(processes).process.kill()  # nothing, if it has ended
+            results = [process.end() for process in processes]
+            if [result.returncode for result in results] == [0, 0]:
+                break
+            assert {result.returncode for result in results} <= {0, 1, -signal.SIGKILL}, results
+            kills += 1
+            if not (run_dir / "checkpoint.pt").exists():
+                shutil.rmtree(run_dir, ignore_errors=True)
+                continue
+            state = ppg_procgen.load_checkpoint(run_dir / "checkpoint.pt")
+            aux_phase = state["ranks"][0]["loop_state"]["aux_phase"]
+            epochs.add(aux_phase and aux_phase["epoch"])
+            assert len(read_rows(run_dir)) - state["iteration"] <= 2
+            again = {"resume": run_dir}
+        assert same(run_dir, tmp_path / "whole") and not list(run_dir.glob("buffer*"))
+        if kills >= 30:
+            break
     assert len(epochs) > 2, "some were inside the auxiliary phase"
+    print(f"{kills} kills in {number + 1} runs of two ranks, the same weights and metrics")
 
 
 def test_a_rank_keeps_its_buffer_until_the_last_checkpoint_is_saved(ranks, whole, tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -22,7 +23,6 @@ from conftest import (
     TINY_PPG,
     as_flags,
     comparable,
-    kill_and_resume,
     make_args,
     parse,
     read_rows,
@@ -135,13 +135,36 @@ KILLED = {"dual": {}, "detach": {"arch": "detach"}, "separate": {"e_policy": 2, 
 
 @pytest.mark.learning
 @pytest.mark.parametrize("variant", KILLED)
-def test_thirty_kills_at_random_moments(tmp_path, start, variant):
+def test_thirty_kills_at_random_moments(tmp_path, run, start, variant):
     """Runs of three phases, killed and resumed until they end: the same bits, and little is lost."""
     flags = TINY_PPG | {"total_timesteps": 64 * 12, "n_iteration": 4, "e_auxiliary": 3, "checkpoint_interval": 2}
     flags |= KILLED[variant]
-    train(ppg_procgen, make_args(ppg_procgen, tmp_path / "whole", **flags))
-    epochs = kill_and_resume(lambda *flags: [start(ppg_procgen, {}, *flags)], flags, tmp_path, (0.1, 3))
+    whole, rng, kills, epochs = run(**flags), random.Random(variant), 0, set()
+    for number in range(1000):
+        run_dir = tmp_path / f"killed{number}"
+        again = flags | {"run_dir": run_dir}
+        while True:
+            process = start(ppg_procgen, {}, *as_flags(again))
+            process.process.join(rng.uniform(0.1, 3))
+            process.process.kill()  # nothing, if it has ended
+            if process.end().returncode == 0:
+                break
+            kills += 1
+            num_rows = len(read_rows(run_dir)) if (run_dir / "metrics.csv").exists() else 0
+            if not (run_dir / "checkpoint.pt").exists():
+                shutil.rmtree(run_dir, ignore_errors=True)
+                continue
+            state = ppg_procgen.load_checkpoint(run_dir / "checkpoint.pt")
+            aux_phase = state["ranks"][0]["loop_state"]["aux_phase"]
+            epochs.add(aux_phase and aux_phase["epoch"])
+            assert num_rows - state["iteration"] <= 2
+            again = {"resume": run_dir}
+            age(run_dir)
+        assert same(run_dir, whole) and not list(run_dir.glob("buffer*"))
+        if kills >= 30:
+            break
     assert epochs == {None, 0, 1, 2}, "some were inside the auxiliary phase"
+    print(f"{kills} kills of {number + 1} runs, the same weights and metrics")
 
 
 # ---- stopped
