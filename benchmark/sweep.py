@@ -101,7 +101,7 @@ class Args:
     report_interval: float = 60.0
     """seconds between lines that say how the runs stand"""
     grace: float = 60.0
-    """seconds that runs have to end at a safe point when the sweep is stopped, before they are killed"""
+    """seconds that runs have to end when the sweep is stopped, before they are killed"""
     dry_run: bool = False
     """print the commands and do nothing"""
     slurm: bool = False
