@@ -399,9 +399,7 @@ def train(args: Args, state: dict) -> None:
     N = args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks begin with the same weights
-    rank_seed = args.seed
-    if RANK > 0:
-        rank_seed = int(np.random.SeedSequence([args.seed, RANK]).generate_state(1)[0]) % NUM_LEVELS
+    rank_seed = args.seed * NUM_RANKS + RANK  # of this rank's own
     envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
     agent = Agent(args.arch, envs.num_actions, envs.obs_shape)
     graphed = speed_up(agent, args, device)
@@ -419,18 +417,14 @@ def train(args: Args, state: dict) -> None:
         aux_optimizer = make_optimizer(args.aux_learning_rate)  # [PPG-5] auxiliary optimizer
     if NUM_RANKS > 1:
         join_ranks(args)
-    if RANK > 0:
         torch.manual_seed(rank_seed)
 
     @graphed  # as the losses: on a GPU, Python code in act runs in its first four calls only
     @torch.no_grad()
     def act(obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        new = agent(obs, value=args.arch != "dual")
+        new = agent(obs)
         actions, logprobs = sample_action(new.logits)
-        out = {"actions": actions, "logprobs": logprobs}
-        if args.arch != "dual":
-            out["values"] = new.values  # of the same network: they cost nothing
-        return out
+        return {"actions": actions, "logprobs": logprobs, "values": new.values}
 
     def make_update(opt: torch.optim.Adam, loss_fn: Callable) -> Callable:
         return graphed(partial(update, agent, args, opt, loss_fn))
@@ -493,8 +487,7 @@ def train(args: Args, state: dict) -> None:
             out = act(obs=obs[t])
             actions[t] = out["actions"]
             logprobs[t] = out["logprobs"]
-            if args.arch != "dual":
-                values[t] = out["values"]
+            values[t] = out["values"]
             host_actions = actions[t].cpu().numpy()  # waits for the GPU
             next_obs, rewards[t], terminated, truncated, _ = envs.step(host_actions)
             dones[t + 1] = terminated | truncated
@@ -506,10 +499,6 @@ def train(args: Args, state: dict) -> None:
         policy_start = time.monotonic()
         row["time/rollout"] = policy_start - rollout_start
         with torch.no_grad():
-            if args.arch == "dual":  # in large passes, now that the rollout is complete
-                chunks = obs.flatten(0, 1).split(args.chunk_size)
-                chunk_values = [agent(x, policy=False).values for x in chunks]
-                values[:T] = torch.cat(chunk_values).view(T, N)
             values[T] = agent(torch.from_numpy(next_obs).to(device), policy=False).values
         old_values = values.cpu().numpy()
         scaled_rewards = reward_normalizer(rewards, dones[:-1])

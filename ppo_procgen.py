@@ -320,20 +320,15 @@ def train(args: Args, state: dict) -> None:
     N = args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks begin with the same weights
-    rank_seed = args.seed
-    if RANK > 0:
-        rank_seed = int(np.random.SeedSequence([args.seed, RANK]).generate_state(1)[0]) % NUM_LEVELS
+    rank_seed = args.seed * NUM_RANKS + RANK  # of this rank's own
     envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
     agent = Agent(envs.num_actions, envs.obs_shape)
     graphed = speed_up(agent, args, device)
     lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph would freeze a Python float
-    capturable = lr.is_cuda
-    optimizer = torch.optim.Adam(
-        agent.parameters(), lr, eps=1e-5, fused=True, capturable=capturable
-    )
+    params = agent.parameters()
+    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
     if NUM_RANKS > 1:
         join_ranks(args)
-    if RANK > 0:
         torch.manual_seed(rank_seed)
 
     @graphed  # as the losses: on a GPU, Python code in act runs in its first four calls only
@@ -764,9 +759,8 @@ def check_args(args: Args) -> None:
 
 
 MAY_CHANGE = {  # flags of a resumed run
-    "cuda", "compile", "cuda_graphs", "tf32", "env_threads", "track", "chunk_size", "checkpoint_interval",
-    "eval_interval", "wandb_project_name", "wandb_entity",
-    "device",
+    "cuda", "compile", "cuda_graphs", "tf32", "env_threads", "track", "chunk_size",
+    "checkpoint_interval", "eval_interval", "wandb_project_name", "wandb_entity", "device",
 }  # fmt: skip
 
 
