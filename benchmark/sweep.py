@@ -32,7 +32,6 @@ class Args:
     env_ids: tuple[str, ...]  # games
     command: tuple[str, ...]  # training commands, each in quotes; if several, each needs its own --exp-name
     num_seeds: int = 3  # seeds for each command and game
-    start_seed: int = 1  # first seed
     folder: Path | None = None  # folder of the sweep; default: sweeps/ and the exp_name of the first command
     workers: int | None = None  # runs, or SLURM tasks, at a time; default: one for each GPU slot, or one on the CPU
     gpus: tuple[str, ...] | None = None  # GPU slots, as in 0 0 1; nothing after the flag: CPU; default: all GPUs
@@ -93,8 +92,9 @@ class Run:
         code = self.process.returncode
         if code <= 0:
             return f"killed by {signal.Signals(-code).name}" if code else "finished"
-        lines = [line for line in self.log_file.read_text(errors="replace").splitlines() if re.search(r"\w", line)]
-        return f"exit code {code}: {lines[-1].strip(' │')[:200]}"  # tyro frames its messages
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        words = [line for line in lines if re.search(r"\w", line)]
+        return f"exit code {code}: {words[-1].strip(' │')[:200]}"  # tyro frames its messages
 
 
 def plan(args: Args) -> list[Run]:
@@ -111,7 +111,7 @@ def plan(args: Args) -> list[Run]:
         commands[exp_name[1] if exp_name else Path(script).stem] = words
     require(len(commands) == len(args.command), "commands need different names: give each its own --exp-name")
     args.folder = args.folder or Path("sweeps", next(iter(commands)))
-    for seed in range(args.start_seed, args.start_seed + args.num_seeds):
+    for seed in range(1, args.num_seeds + 1):
         for exp_name, words in commands.items():
             for env_id in args.env_ids:
                 name = f"{env_id}__{exp_name}__{seed}"
@@ -175,13 +175,13 @@ def main(args: Args) -> int:
         fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_EX if args.index is None else fcntl.LOCK_SH))
     except BlockingIOError:
         require(False, f"another sweep is at work in {args.folder}")
-    numbers = [number for number, run in enumerate(runs) if not run.is_finished()]
-    say(f"{args.folder}: {len(runs) - len(numbers)} of {len(runs)} runs are finished")
-    if args.slurm and args.index is None and numbers:
+    todo = [run for run in runs if not run.is_finished()]
+    say(f"{args.folder}: {len(runs) - len(todo)} of {len(runs)} runs are finished")
+    if args.slurm and args.index is None and todo:
         script = args.folder / "slurm.sbatch"
         if not script.exists():
             shutil.copy(Path(__file__).with_name("slurm.sbatch"), script)
-        array = ",".join(map(str, numbers)) + (f"%{args.workers}" if args.workers else "")
+        array = ",".join(str(runs.index(run)) for run in todo) + (f"%{args.workers}" if args.workers else "")
         output = args.folder / "logs" / "slurm-%A_%a.log"
         options = [f"--array={array}", f"--job-name={args.folder.name}", f"--output={output}"]
         lock.close()  # the tasks may start before sbatch returns
@@ -189,7 +189,7 @@ def main(args: Args) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
             signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
-    failed = work([runs[number] for number in numbers], gpu_slots(args), args.retries) if numbers else []
+    failed = work(todo, gpu_slots(args), args.retries) if todo else []
     for run in failed:
         say(f"FAILED {run.name}: {run.result()} (see {run.log_file})")
     say(f"{len(failed)} of {len(runs)} runs failed" if failed else "all runs are finished")
