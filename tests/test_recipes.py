@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import signal
 import sys
 
 import gymnasium
@@ -9,17 +10,22 @@ import numpy as np
 import pytest
 import torch
 import worker
-from conftest import CHEAP_PPG, ROOT, TINY_PPG, make_args, read_rows, resume, same
+from conftest import CHEAP_PPG, ROOT, TINY_PPG, interrupt, make_args, parse, read_rows, resume, same
 from conftest import train as train_script
+
+import ppg_procgen
+
+
+def section(title):
+    guide = (ROOT / "benchmark" / "GUIDE.md").read_text()
+    return guide.split(f"### {title}\n")[1].split("\n### ")[0]
 
 
 def apply(*titles):
     """What recipes, one after the other, make of the text of ppg_procgen.py."""
-    guide = (ROOT / "benchmark" / "GUIDE.md").read_text()
     source = (ROOT / "ppg_procgen.py").read_text()
     for title in titles:
-        text = guide.split(f"### {title}\n")[1].split("\n### ")[0]
-        for block in re.findall(r"```diff\n(.*?)```", text, re.S):
+        for block in re.findall(r"```diff\n(.*?)```", section(title), re.S):
             lines = block.splitlines(keepends=True)
             before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in ("- ", "+ "))
             assert source.count(before) == 1, f"the recipe's lines are not, or not once, in the file:\n{before}"
@@ -43,6 +49,18 @@ def recipe(tmp_path, *titles, small=True):
 def train(module, tmp_path, **flags):
     module.main(module.Args(**TINY_PPG | {"run_dir": str(tmp_path / "run")} | flags))
     return read_rows(tmp_path / "run")
+
+
+def record_gae(module):
+    """The arguments of each call of compute_gae from now on."""
+    seen, original = [], module.compute_gae
+
+    def compute_gae(*args):
+        seen.append(args)
+        return original(*args)
+
+    module.compute_gae = compute_gae
+    return seen
 
 
 class Blink(gymnasium.Env):
@@ -77,48 +95,56 @@ def test_change_the_policy_loss(tmp_path):
         logprobs = agent(obs).logits.log_softmax(-1)[:, 0].detach() - log_ratio
         args = module.Args(**TINY_PPG)
         zeros = torch.zeros(n)
-        batch = {"obs": obs, "actions": zeros.long(), "logprobs": logprobs, "advantages": advantages}
-        _, stats = module.policy_phase_loss(agent, args, **batch, returns=zeros, values=zeros)
+        batch = {"obs": obs, "actions": zeros.long(), "old_logprobs": logprobs, "advantages": advantages}
+        _, stats = module.policy_phase_loss(agent, args, **batch, returns=zeros, old_values=zeros)
         assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_another_environment_and_its_time_limits(tmp_path):
     module = recipe(tmp_path, "Use another environment", "Bootstrap at time limits")
-    seen, original = [], module.compute_gae
-
-    def compute_gae(rewards, values, dones, *rest):
-        seen.append((rewards, values, dones))
-        return original(rewards, values, dones, *rest)
-
-    module.compute_gae = compute_gae
+    seen = record_gae(module)
     rows = train(module, tmp_path, env_id="Blink-v0")
     assert [float(row["charts/episodic_return"]) for row in rows] == [5.0] * 4
-    rewards, values, dones = seen[-1]
+    rewards, values, dones, *_ = seen[-1]
     ended = dones[1:] == 1
     # all observations are the same: where the limit cuts, the value of one more of them is added
     scale = rewards[~ended].mean()
     np.testing.assert_allclose(rewards[ended], scale + 0.999 * values[:-1][ended], atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "title, package, env_id, size",
-    [("Play Atari", "ale_py", "ALE/Breakout-v5", 64), ("Play MiniGrid", "minigrid", "MiniGrid-DoorKey-5x5-v0", 56)],
-)
-def test_real_environments(tmp_path, title, package, env_id, size):
-    """Trains with them only where they are installed."""
+def test_interrupt_and_resume_another_environment(tmp_path, monkeypatch, capsys):
+    module = recipe(tmp_path, "Use another environment")
+    worker.install_kill(module, monkeypatch.setattr, "compute_gae", 3, signal.SIGINT)
+    with pytest.raises(SystemExit, match="130"):
+        train(module, tmp_path, env_id="Blink-v0", checkpoint_interval=1)
+    with pytest.raises(SystemExit, match="2"):  # the original script knows only Procgen's games
+        parse(ppg_procgen, "--resume", tmp_path / "run")
+    assert capsys.readouterr().err.count("\n") == 1
+    rows = read_rows(resume(module, tmp_path / "run"))
+    assert [row["iteration"] for row in rows] == ["1", "2", "3", "4"]
+
+
+@pytest.mark.parametrize("title, package, size", [("Play Atari", "ale_py", 64), ("Play MiniGrid", "minigrid", 56)])
+def test_real_environments(tmp_path, title, package, size):
+    """With the recipe's command, for one iteration. Only where they are installed."""
     titles = "Use another environment", title
     apply(*titles)
     pytest.importorskip(package)
     module = recipe(tmp_path, *titles, small=False)
-    rows = train(module, tmp_path, **CHEAP_PPG | {"env_id": env_id, "eval_interval": 4, "eval_episodes": 1})
-    assert len(rows) == 4 and float(rows[1]["losses/aux/kl_loss"]) > 0
+    (command,) = re.findall(r"```bash\npython my_ppg.py (.*?)```", section(title), re.S)
+    flags = command.replace("\\\n", "").split()
+    assert parse(module, *flags).num_phases > 1
+    short = ["--total-timesteps", 128, "--num-steps", 8, "--n-iteration", 1, "--no-cuda"]
+    args = parse(module, *flags, *short, "--eval-interval", 1, "--run-dir", tmp_path / "run")
+    (row,) = read_rows(train_script(module, args, small=False))
+    assert float(row["losses/aux/kl_loss"]) > 0 and float(row["eval/test_return"]) >= 0
     weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
     assert weights["policy_encoder.dense.weight"].shape == (256, 32 * (size // 8) ** 2)
 
 
 def test_stack_frames(tmp_path):
     module = recipe(tmp_path, "Stack frames", small=False)
-    envs = module.FrameStack("chaser", 2, seed=1)
+    envs = module.FrameStack(module.ProcgenVectorEnv("chaser", 2, seed=1))
     plain = module.ProcgenVectorEnv("chaser", 2, seed=1)
     images = [plain.reset()[0]] * 4
     for _ in range(600):
@@ -136,10 +162,10 @@ def test_stack_frames(tmp_path):
 
 def test_stacked_frames_resume_exactly(tmp_path):
     module = recipe(tmp_path, "Stack frames", small=False)
-    flags = CHEAP_PPG | {"n_iteration": 1}
+    flags = CHEAP_PPG | {"checkpoint_interval": 1}
     whole = train_script(module, make_args(module, tmp_path / "whole", **flags), small=False)
-    part = train_script(module, make_args(module, tmp_path / "part", **flags | {"total_timesteps": 32}), small=False)
-    resume(module, part, "--total-timesteps", 64, small=False)
+    part = interrupt(module, make_args(module, tmp_path / "part", **flags), 2 * 8 + 5, small=False)
+    resume(module, part, small=False)
     assert same(part, whole)
 
 
@@ -154,15 +180,9 @@ def test_use_another_network(tmp_path):
 
 def test_add_an_intrinsic_reward(tmp_path):
     module = recipe(tmp_path, "Add an intrinsic reward")
-    seen, original = [], module.compute_gae
-
-    def compute_gae(rewards, *rest):
-        seen.append(rewards)
-        return original(rewards, *rest)
-
-    module.compute_gae = compute_gae
+    seen = record_gae(module)
     rows = train(module, tmp_path, env_id="coinrun", total_timesteps=64 * 12, learning_rate=1e-3)
-    assert all((rewards > 0).all() for rewards in seen)  # coinrun itself has no reward in so few steps
+    assert all((rewards > 0).all() for rewards, *_ in seen)  # coinrun itself has no reward in so few steps
     losses = [float(row["losses/rnd_loss"]) for row in rows]
     assert 0 < losses[-1] < 0.5 * losses[0]
 
