@@ -4,6 +4,7 @@ import importlib.util
 import re
 import signal
 import sys
+from functools import partial
 
 import gymnasium
 import numpy as np
@@ -17,8 +18,7 @@ import ppg_procgen
 
 
 def section(title):
-    guide = (ROOT / "benchmark" / "GUIDE.md").read_text()
-    return guide.split(f"### {title}\n")[1].split("\n### ")[0]
+    return (ROOT / "benchmark" / "GUIDE.md").read_text().split(f"### {title}\n")[1].split("\n### ")[0]
 
 
 def apply(*titles):
@@ -47,19 +47,14 @@ def recipe(tmp_path, *titles, small=True):
 
 
 def train(module, tmp_path, **flags):
-    module.main(module.Args(**TINY_PPG | {"run_dir": str(tmp_path / "run")} | flags))
+    module.main(make_args(module, tmp_path / "run", **TINY_PPG | flags))
     return read_rows(tmp_path / "run")
 
 
 def record_gae(module):
     """The arguments of each call of compute_gae from now on."""
     seen, original = [], module.compute_gae
-
-    def compute_gae(*args):
-        seen.append(args)
-        return original(*args)
-
-    module.compute_gae = compute_gae
+    module.compute_gae = lambda *args: seen.append(args) or original(*args)
     return seen
 
 
@@ -73,7 +68,6 @@ class Blink(gymnasium.Env):
         self.image = np.full((size, size, 3), 7, np.uint8)
 
     def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
         return self.image, {}
 
     def step(self, action):
@@ -86,30 +80,28 @@ gymnasium.register("LargeBlink-v0", Blink, max_episode_steps=5, kwargs={"size": 
 
 def test_change_the_policy_loss(tmp_path):
     module = recipe(tmp_path, "Change the policy loss")
-    rows = train(module, tmp_path)
-    assert len(rows) == 4 and all(np.isfinite(float(row["losses/policy_loss"])) for row in rows)
+    assert len(train(module, tmp_path)) == 4
     agent, n = module.Agent("shared"), 4
     obs = torch.zeros((n, 64, 64, 3), dtype=torch.uint8)
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])
-    for log_ratio, expected in ((np.log(10), (3 - 1.2) / 2), (np.log(2), (2 - 1.2) / 2)):  # 10 is cut at 3, 2 is not
-        logprobs = agent(obs).logits.log_softmax(-1)[:, 0].detach() - log_ratio
-        args = module.Args(**TINY_PPG)
-        zeros = torch.zeros(n)
-        batch = {"obs": obs, "actions": zeros.long(), "old_logprobs": logprobs, "advantages": advantages}
-        _, stats = module.policy_phase_loss(agent, args, **batch, returns=zeros, old_values=zeros)
+    args, zeros = module.Args(**TINY_PPG), torch.zeros(n)
+    logprobs = agent(obs).logits.log_softmax(-1)[:, 0].detach()
+    for ratio, expected in ((10, (3 - 1.2) / 2), (2, (2 - 1.2) / 2)):  # 10 is cut at 3, 2 is not
+        batch = obs, zeros.long(), logprobs - np.log(ratio), advantages
+        _, stats = module.policy_phase_loss(agent, args, *batch, returns=zeros, old_values=zeros)
         assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_another_environment_and_its_time_limits(tmp_path):
     module = recipe(tmp_path, "Use another environment", "Bootstrap at time limits")
     seen = record_gae(module)
-    rows = train(module, tmp_path, env_id="Blink-v0")
+    rows = train(module, tmp_path, env_id="Blink-v0", eval_interval=4)
     assert [float(row["charts/episodic_return"]) for row in rows] == [5.0] * 4
+    assert float(rows[-1]["eval/test_return"]) == 5.0
     rewards, values, dones, *_ = seen[-1]
     ended = dones[1:] == 1
     # all observations are the same: where the limit cuts, the value of one more of them is added
-    scale = rewards[~ended].mean()
-    np.testing.assert_allclose(rewards[ended], scale + 0.999 * values[:-1][ended], atol=1e-3)
+    np.testing.assert_allclose(rewards[ended], rewards[~ended].mean() + 0.999 * values[:-1][ended], atol=1e-3)
 
 
 def test_interrupt_and_resume_another_environment(tmp_path, monkeypatch, capsys):
@@ -120,60 +112,51 @@ def test_interrupt_and_resume_another_environment(tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit, match="2"):  # the original script knows only Procgen's games
         parse(ppg_procgen, "--resume", tmp_path / "run")
     assert capsys.readouterr().err.count("\n") == 1
-    rows = read_rows(resume(module, tmp_path / "run"))
-    assert [row["iteration"] for row in rows] == ["1", "2", "3", "4"]
+    assert len(read_rows(resume(module, tmp_path / "run"))) == 4
 
 
 @pytest.mark.parametrize("title, package, size", [("Play Atari", "ale_py", 64), ("Play MiniGrid", "minigrid", 56)])
 def test_real_environments(tmp_path, title, package, size):
     """With the recipe's command, for one iteration. Only where they are installed."""
-    titles = "Use another environment", title
-    apply(*titles)
+    apply("Use another environment", title)
     pytest.importorskip(package)
-    module = recipe(tmp_path, *titles, small=False)
+    module = recipe(tmp_path, "Use another environment", title, small=False)
     (command,) = re.findall(r"```bash\npython my_ppg.py (.*?)```", section(title), re.S)
     flags = command.replace("\\\n", "").split()
     assert parse(module, *flags).num_phases > 1
     short = ["--total-timesteps", 128, "--num-steps", 8, "--n-iteration", 1, "--no-cuda"]
-    args = parse(module, *flags, *short, "--eval-interval", 1, "--run-dir", tmp_path / "run")
+    args = parse(module, *flags, *short, "--run-dir", tmp_path / "run")
     (row,) = read_rows(train_script(module, args, small=False))
-    assert float(row["losses/aux/kl_loss"]) > 0 and float(row["eval/test_return"]) >= 0
+    assert float(row["losses/aux/kl_loss"]) > 0
     weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
     assert weights["policy_encoder.dense.weight"].shape == (256, 32 * (size // 8) ** 2)
 
 
 def test_stack_frames(tmp_path):
-    module = recipe(tmp_path, "Stack frames", small=False)
-    envs = module.FrameStack(module.ProcgenVectorEnv("chaser", 2, seed=1))
-    plain = module.ProcgenVectorEnv("chaser", 2, seed=1)
-    images = [plain.reset()[0]] * 4
-    for _ in range(600):
+    module = recipe(tmp_path, "Stack frames")
+    envs = module.FrameStack(module.ProcgenVectorEnv("chaser", 1, seed=1))
+    plain = module.ProcgenVectorEnv("chaser", 1, seed=1)
+    images, done = [plain.reset()[0]] * 4, False
+    while not done:
         assert np.array_equal(envs.reset()[0], np.concatenate(images[-4:], -1))
-        actions = np.zeros(2, np.int64)
-        obs, _, terminated, _, _ = plain.step(actions)
-        assert np.array_equal(envs.step(actions)[0][..., 9:], obs)
-        if terminated.any():
-            break
+        obs, _, done, _, _ = plain.step(np.zeros(1, np.int64))
+        assert np.array_equal(envs.step(np.zeros(1, np.int64))[0][..., 9:], obs)
         images.append(obs)
-    assert terminated.any()
-    new = np.flatnonzero(terminated)[0]
-    assert np.array_equal(envs.reset()[0][new], np.tile(obs[new], 4))
+    assert np.array_equal(envs.reset()[0], np.tile(obs, 4))
 
 
 def test_stacked_frames_resume_exactly(tmp_path):
     module = recipe(tmp_path, "Stack frames", small=False)
-    flags = CHEAP_PPG | {"checkpoint_interval": 1}
-    whole = train_script(module, make_args(module, tmp_path / "whole", **flags), small=False)
-    part = interrupt(module, make_args(module, tmp_path / "part", **flags), 2 * 8 + 5, small=False)
+    make = partial(make_args, module, **CHEAP_PPG | {"checkpoint_interval": 1})
+    whole = train_script(module, make(tmp_path / "whole"), small=False)
+    part = interrupt(module, make(tmp_path / "part"), 2 * 8 + 5, small=False)
     resume(module, part, small=False)
     assert same(part, whole)
 
 
 def test_use_another_network(tmp_path):
-    """With images of another size."""
     module = recipe(tmp_path, "Use another environment", "Use another network", small=False)
-    rows = train(module, tmp_path, **CHEAP_PPG | {"env_id": "LargeBlink-v0", "arch": "dual"})
-    assert len(rows) == 4
+    train(module, tmp_path, **CHEAP_PPG | {"env_id": "LargeBlink-v0", "arch": "dual"})  # 84 x 84
     weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
     assert weights["value_encoder.dense.weight"].shape == (512, 7 * 7 * 64)  # as in DQN
 
@@ -189,8 +172,7 @@ def test_add_an_intrinsic_reward(tmp_path):
 
 def test_add_an_auxiliary_head(tmp_path):
     module = recipe(tmp_path, "Add an auxiliary head with its own loss")
-    rows = train(module, tmp_path, num_steps=32, total_timesteps=512)
-    losses = [float(row["losses/aux/moment_loss"]) for row in rows if row["losses/aux/moment_loss"]]
-    assert len(losses) >= 2 and all(np.isfinite(losses))
+    rows = train(module, tmp_path)
+    assert [float(row["losses/aux/moment_loss"] or -1) >= 0 for row in rows] == [False, True] * 2
     weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
     assert weights["second_moment_head.weight"].norm() != pytest.approx(0.1, abs=1e-4)  # it has been trained
