@@ -30,9 +30,9 @@ def device(request):
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     precision = torch.get_float32_matmul_precision()
-    with torch.backends.cudnn.flags(benchmark=True, allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
         torch.set_float32_matmul_precision("highest")
-        yield torch.device("cuda")
+        yield torch.device("cuda:0")  # set_device needs the index
     torch.set_float32_matmul_precision(precision)
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.set_stream(torch.cuda.default_stream())
@@ -264,7 +264,7 @@ def test_tf32_compilation_and_graphs_are_choices(script, monkeypatch, on):
     monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
     agent = torch.nn.Sequential(script.ImpalaCNN())
     args = script.Args(cuda=False, tf32=on, compile=on, cuda_graphs=on)
-    with torch.backends.cudnn.flags():  # restores them
+    with torch.backends.cudnn.flags(enabled=True):  # restores them
         graphed = script.speed_up(agent, args, torch.device("cuda"))
         assert torch.backends.cudnn.allow_tf32 == on and precision == ["high" if on else "highest"]
     assert isinstance(graphed(print), script.CudaGraph) == on
