@@ -3,7 +3,7 @@ own CUDA code on a pretended GPU, whose kernels do nothing, and that reports wha
 
     PRETENDED_GPU=path/to/pretend_gpu pytest -m pretended_gpu
 
-It finds violations of capture rules, synchronizations, wrong layouts and wrong devices; it says nothing of values."""
+It finds violations of capture rules, synchronizations, wrong layouts and wrong devices, not wrong values."""
 
 import os
 import re
@@ -17,8 +17,8 @@ PPO = "ppo_procgen.py --num-envs 4 --num-minibatches 2 --checkpoint-interval 2"
 PPG = "ppg_procgen.py --num-envs 4 --num-minibatches 2 --n-iteration 2 --num-aux-rollouts 2 --aux-dtype bfloat16"
 SETTINGS = [PPG, f"{PPG} --arch detach --aux-device file", f"{PPG} --e-value 2 --chunk-size 13 --aux-device cpu", PPO]
 
-# Runs SCRIPT FLAGS with black pictures: kernels write nothing, so networks give what their memory held before, and
-# white pixels, read as floats, are nan. STOP_AT: Ctrl-C at this step.
+# Black pictures: kernels write nothing, so outputs are what their memory held before, and white pixels read as floats
+# are nan. STOP_AT: Ctrl-C at this step.
 BLACK = """
 import importlib, itertools, os, pathlib, sys
 sys.path.insert(0, ".")
@@ -27,8 +27,7 @@ steps = itertools.count(1)
 
 class BlackGames(script.ProcgenVectorEnv):
     def reset(self):
-        obs, infos = super().reset()
-        return 0 * obs, infos
+        return 0 * super().reset()[0], {}
 
     def step(self, actions):
         if next(steps) == int(os.environ.get("STOP_AT", 0)):
@@ -44,14 +43,12 @@ script.main(script.parse_args())
 @pytest.fixture
 def pretended(tmp_path):
     """Runs a command line on the pretended GPU; gives the synchronizations, the kernels of each graph, all it said."""
-    if "PRETENDED_GPU" not in os.environ:
-        pytest.skip("PRETENDED_GPU names no command")
+    command_name = os.environ.get("PRETENDED_GPU") or pytest.skip("PRETENDED_GPU names no command")
     (tmp_path / "black.py").write_text(BLACK)
 
     def run(command: str, exit_code: int = 0, **environment: str) -> tuple[int, list[int], str]:
-        argv = [os.environ["PRETENDED_GPU"], *re.sub(r"(\S+\.py)", rf"{tmp_path}/black.py \1", command).split()]
-        # in processes of its own, torch's compiler would wait 300 seconds for their end
-        env = os.environ | {"SHOW_CONV": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} | environment
+        argv = [command_name, *re.sub(r"(\S+\.py)", rf"{tmp_path}/black.py \1", command).split()]
+        env = os.environ | {"SHOW_CONV": "1"} | environment
         process = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
         assert process.returncode == exit_code, process.stderr[-3000:]
         ends = re.findall(r"end: .* syncs (\d+), .* violations (\d+),", process.stderr)  # one for each process
@@ -63,9 +60,9 @@ def pretended(tmp_path):
 
 
 def test_kernels_of_a_replay_do_not_grow(pretended, tmp_path):
-    """Of act, policy update and auxiliary update, not compiled: as counted when this was written."""
+    """Of act, policy update and auxiliary update."""
     _, kernels, _ = pretended(f"{PPG} --no-compile --num-steps 16 --total-timesteps 256 --run-dir {tmp_path}/run")
-    assert len(kernels) == 3 and all(n <= most for n, most in zip(kernels, (93, 317, 412), strict=True)), kernels
+    assert all(n <= most for n, most in zip(kernels, (93, 317, 412), strict=True)), kernels  # as first counted
 
 
 @pytest.mark.parametrize("compiled", ["--no-compile", "--compile"])

@@ -5,12 +5,13 @@ import contextlib
 import math
 import os
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import torch
 import worker
-from conftest import interrupt, make_args, read_rows, resume, same
+from conftest import interrupt, make_args, read_rows, resume
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppg_procgen
@@ -22,23 +23,16 @@ GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 
 @pytest.fixture(params=["cpu", GPU])
 def device(request):
-    """In full float32 precision; what speed_up changes in this process is restored."""
-    torch._dynamo.reset()
-    if request.param == "cpu":
-        yield torch.device("cpu")
-        return
-    if not torch.cuda.is_available():
+    """In full float32 precision; what speed_up and use_float64 change in this process is restored."""
+    if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    precision = torch.get_float32_matmul_precision()
+    torch._dynamo.reset()
     with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
-        torch.set_float32_matmul_precision("highest")
-        yield torch.device("cuda:0")  # set_device needs the index
-    torch.set_float32_matmul_precision(precision)
-    torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.set_stream(torch.cuda.default_stream())
-
-
-# ---- updates
+        yield torch.device("cuda:0" if request.param == "cuda" else "cpu")  # set_device needs the index
+    torch.set_float32_matmul_precision("highest")
+    torch.set_default_dtype(torch.float32)
+    if request.param == "cuda":
+        torch.cuda.set_stream(torch.cuda.default_stream())
 
 
 def losses(device, arch, fast, dtype="float32"):
@@ -48,9 +42,9 @@ def losses(device, arch, fast, dtype="float32"):
     args = Args(cuda=False, tf32=False, aux_dtype=dtype, max_grad_norm=5.0)
     graphed = ppg_procgen.speed_up(agent, args, device) if fast else lambda function: function
     agent.to(device)
-    if fast and device.type == "cpu":
-        for encoder in {agent.policy_encoder, agent.value_encoder if arch == "dual" else agent.policy_encoder}:
-            encoder.compile(fullgraph=True, dynamic=False, backend="aot_eager")  # needs no C++ compiler
+    for name, module in agent.named_children():
+        if fast and device.type == "cpu" and "encoder" in name:
+            module.compile(fullgraph=True, dynamic=False, backend="aot_eager")  # needs no C++ compiler
     lr = torch.tensor(5e-4, device=device)
     optimizer = torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
     policy_update = graphed(partial(ppg_procgen.update, agent, args, optimizer, ppg_procgen.policy_phase_loss))
@@ -75,14 +69,12 @@ def losses(device, arch, fast, dtype="float32"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fast_and_plain_path_agree_over_20_updates(device, monkeypatch, arch, dtype):
     """On a CPU in float64: Adam makes 1 % of float32's rounding within 20 updates."""
-    with monkeypatch.context() as patch:
-        if device.type == "cpu" and dtype == "float32":
-            worker.use_float64(ppg_procgen, patch.setattr)
-        plain = losses(device, arch, fast=False)
-        fast = losses(device, arch, fast=True, dtype=dtype)
-    torch.set_default_dtype(torch.float32)
+    if device.type == "cpu" and dtype == "float32":
+        worker.use_float64(ppg_procgen, monkeypatch.setattr)
+    plain = losses(device, arch, fast=False)
+    fast = losses(device, arch, fast=True, dtype=dtype)
     assert plain["grad_norm"].unique().numel() == 20 and plain["aux/kl_loss"].min() > 1e-6  # errors would add up
-    assert fast["approx_kl_k2"].max() < 1e-9 and not fast["clipfrac"].any()  # updates see the rollout's policy
+    assert fast["approx_kl_k2"].max() < 1e-8 and not fast["clipfrac"].any()  # updates see the rollout's policy
     for name in plain:
         if dtype == "bfloat16":  # it keeps 8 bits
             if name in ("aux/aux_value_loss", "aux/real_value_loss", "aux/kl_loss"):
@@ -115,14 +107,6 @@ class Watch(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(
-    "wait", [torch.Tensor.item, torch.nonzero, lambda x: x[x > 0], lambda x: torch.equal(x, x + 1)]
-)
-def test_waiting_is_noticed(wait):
-    with pytest.raises(AssertionError), Watch():
-        wait(torch.ones(1))
-
-
 SETTINGS = {  # name: (script, flags, convolutions of an update, forward and backward)
     "dual": (ppg_procgen, {"aux_device": "cpu", "aux_dtype": "bfloat16"}, {60}),
     "e_value": (ppg_procgen, {"aux_device": "file", "e_value": 2}, {30, 60}),  # a network each, then both
@@ -132,14 +116,10 @@ SETTINGS = {  # name: (script, flags, convolutions of an update, forward and bac
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_updates_do_not_wait_and_are_in_channels_last(run, monkeypatch, device, setting):
+def test_updates_do_not_wait_and_are_in_channels_last(run, monkeypatch, setting):
     def watched(agent, *rest, **minibatch):
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
         with Watch() as watch:
             result = update(agent, *rest, **minibatch)
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
         seen.add(watch.convolutions)
         # fused Adam refuses other layouts on a GPU, and takes the weights' for granted on a CPU
         assert all(x.grad is None or x.stride() == x.grad.stride() for x in agent.parameters())
@@ -149,13 +129,14 @@ def test_updates_do_not_wait_and_are_in_channels_last(run, monkeypatch, device, 
     update = script.update
     seen = set()
     monkeypatch.setattr(script, "update", watched)
-    run(script, small=False, num_steps=8, total_timesteps=64, cuda=device.type == "cuda", compile=False, **flags)
+    run(script, small=False, num_steps=8, total_timesteps=64, **flags)
     assert seen == convolutions
+    with pytest.raises(AssertionError, match="waits"), Watch():
+        torch.ones(1).item()
 
 
 def test_cuda_graph_calls_three_times_captures_once_and_replays(monkeypatch):
-    """With a stand-in for what torch does on a GPU: a capture computes nothing; a replay reads and writes where the
-    captured call did."""
+    """With a stand-in: a capture computes nothing; a replay reads and writes where the captured call did."""
 
     def function(x, y):
         calls.append("called")
@@ -176,16 +157,14 @@ def test_cuda_graph_calls_three_times_captures_once_and_replays(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", graph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
-    calls, results = [], []
+    calls, sums = [], []
     graphed = CudaGraph(function)
     for k in range(7):
         x = torch.full((3,), float(k))
-        results.append(graphed(x=x, y=torch.arange(3.0)))
-        assert x.tolist() == [k] * 3
+        sums.append(graphed(x=x, y=torch.arange(3.0))["sum"])
         x.fill_(math.nan)  # the caller's tensors may be gone by the next call
     assert calls == ["called"] * 3 + ["captured"] + ["replayed"] * 4
-    # none has been overwritten by a later call
-    assert [result["sum"].tolist() for result in results] == [[k, k + 1, k + 2] for k in range(7)]
+    assert [x.tolist() for x in sums] == [[k, k + 1, k + 2] for k in range(7)]  # none has been overwritten
 
 
 @pytest.mark.parametrize("device", [GPU], indirect=True)
@@ -204,9 +183,6 @@ def test_cuda_graph_draws_new_numbers_at_every_replay(device):
     assert drawn[0] == drawn[1] and all(actions != drawn[0][0] for actions in drawn[0][1:])
 
 
-# ---- whole runs
-
-
 def check_agreement(run_dir: Path, other: Path) -> None:
     """Of the first iteration, whose actions come from the same weights: later ones play other episodes."""
     rows, other_rows = read_rows(run_dir), read_rows(other)
@@ -221,8 +197,7 @@ def check_agreement(run_dir: Path, other: Path) -> None:
 @pytest.mark.parametrize("device", [GPU], indirect=True)
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_ways_to_run_on_a_gpu_train_the_same(run, device, tmp_path, monkeypatch, setting):
-    """Compiled, e_value has 12 variants of the networks, more than torch.compile lets pass unasked: phases, precisions,
-    uneven chunks of minibatches."""
+    """In chunks, e_value compiles more variants of the networks than torch.compile lets pass unasked."""
 
     def interrupted(name):
         return interrupt(script, make_args(script, tmp_path / name, **flags), 2 * 16 + 5, small=False)
@@ -239,27 +214,21 @@ def test_all_ways_to_run_on_a_gpu_train_the_same(run, device, tmp_path, monkeypa
     assert len(read_rows(resume(script, run_dir, small=False))) == 4
 
 
-def test_a_checkpoint_of_a_gpu_continues_on_a_cpu(tmp_path, trained, script):
+def test_a_checkpoint_of_a_gpu_continues_on_a_cpu(script):
     """Adam loads all it was built with, so capturable too: on a GPU, what a CPU has saved could not be captured."""
-    run_dir = interrupt(script, make_args(script, tmp_path / "stopped", checkpoint_interval=2), 2 * 16 + 5)
-    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    names = [name for name in checkpoint if "optimizer" in name]
-    for name in names:
-        checkpoint[name]["param_groups"][0]["capturable"] = True
-    checkpoint["ranks"][0]["cuda_rng"] = torch.zeros(16, dtype=torch.uint8)
-    torch.save(checkpoint, run_dir / "checkpoint.pt")
-    resume(script, run_dir)
-    assert same(trained(script, checkpoint_interval=2), run_dir)
-    checkpoint = torch.load(run_dir / "checkpoint.pt", weights_only=True)
-    assert not any(checkpoint[name]["param_groups"][0]["capturable"] for name in names)
+    optimizer = torch.optim.Adam([torch.zeros(1)], torch.tensor(0.5), fused=True)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0].update(capturable=True, lr=torch.tensor(5.0))
+    rank = {"rng": torch.get_rng_state(), "cuda_rng": torch.zeros(16, dtype=torch.uint8)}
+    script.restore_checkpoint(script.Args(cuda=False), {"o": saved, "ranks": [rank]}, {"o": optimizer})
+    group = optimizer.param_groups[0]
+    assert not group["capturable"] and group["fused"] and torch.equal(group["lr"], torch.tensor(0.5))
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_tf32_compilation_and_graphs_are_choices(script, monkeypatch, on):
-    for owner, name in ((torch.cuda, "set_device"), (torch.cuda, "set_stream"), (torch.cuda, "Stream")):
-        monkeypatch.setattr(owner, name, lambda *_: None)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(torch.nn.Module, "to", lambda *_, **__: None)
+    for name in ("cuda.set_device", "cuda.set_stream", "cuda.Stream", "set_num_threads", "nn.Module.to"):
+        monkeypatch.setattr(f"torch.{name}", lambda *_, **__: None)
     precision = []
     monkeypatch.setattr(torch, "set_float32_matmul_precision", precision.append)
     agent = torch.nn.Sequential(script.ImpalaCNN())
@@ -274,17 +243,14 @@ def test_tf32_compilation_and_graphs_are_choices(script, monkeypatch, on):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_what_auto_chooses(monkeypatch, fast):
+    chosen = attrgetter("device", "chunk_size", "aux_device", "aux_dtype")
     size = 32 * 64 * 256 * 64 * 64 * 3  # of the buffer
     monkeypatch.setattr(Path, "read_text", lambda path: "fma avx512_bf16" if fast else "fma avx512f")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not fast)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2 * size - fast, 10 * size))
-    expected = ("cpu", 512, "file", "bfloat16" if fast else "float32")
-    args = Args(cuda=False)
-    assert (args.device, args.chunk_size, args.aux_device, args.aux_dtype) == expected
-    expected = ("cuda:0", 16384, "file" if fast else "cuda", "float32" if fast else "bfloat16")
-    args = Args()
-    assert (args.device, args.chunk_size, args.aux_device, args.aux_dtype) == expected
+    assert chosen(Args(cuda=False)) == ("cpu", 512, "file", "bfloat16" if fast else "float32")
+    assert chosen(Args()) == ("cuda:0", 16384, "file" if fast else "cuda", "float32" if fast else "bfloat16")
 
 
 @pytest.mark.parametrize("cores, ranks, threads", [(2, 1, 0), (3, 1, 2), (16, 1, 12), (64, 1, 12), (64, 8, 6)])
