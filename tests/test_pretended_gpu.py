@@ -24,11 +24,9 @@ import importlib, itertools, os, pathlib, sys
 sys.path.insert(0, ".")
 script = importlib.import_module(pathlib.Path(sys.argv.pop(1)).stem)
 steps = itertools.count(1)
-
 class BlackGames(script.ProcgenVectorEnv):
     def reset(self):
         return 0 * super().reset()[0], {}
-
     def step(self, actions):
         if next(steps) == int(os.environ.get("STOP_AT", 0)):
             raise KeyboardInterrupt
@@ -46,7 +44,7 @@ def pretended(tmp_path):
     command_name = os.environ.get("PRETENDED_GPU") or pytest.skip("PRETENDED_GPU names no command")
     (tmp_path / "black.py").write_text(BLACK)
 
-    def run(command: str, exit_code: int = 0, **environment: str) -> tuple[int, list[int], str]:
+    def run(command: str, exit_code: int = 0, **environment: str):
         argv = [command_name, *re.sub(r"(\S+\.py)", rf"{tmp_path}/black.py \1", command).split()]
         env = os.environ | {"SHOW_CONV": "1"} | environment
         process = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True)
