@@ -2,21 +2,18 @@
 # requires-python = ">=3.10,<3.14"
 # dependencies = [
 #   "torch>=2.6,<2.14", "numpy", "tyro>=0.9", "tqdm>=4.64", "tensorboard>=2.14", "wandb>=0.18",
-#   "gym==0.26.2; python_version < '3.13'", "setuptools<81; python_version < '3.13'",
-#   "procgen==0.10.7; python_version < '3.11'",
+#   "gym==0.26.2; python_version < '3.13'", "gym-notices<0.1; python_version < '3.13'",
+#   "setuptools<81; python_version < '3.13'",
+#   "procgen==0.10.7; python_version < '3.11'", "procgen-gym==0.1.1; python_version >= '3.13'",
 #   "procgen-mirror==0.10.7; python_version >= '3.11' and python_version < '3.13'",
-#   "procgen-gym==0.1.1; python_version >= '3.13'",
 # ]
 # ///
 """Proximal Policy Optimization on Procgen as in its paper (https://arxiv.org/abs/1912.01588).
 
-    python ppo_procgen.py --env-id starpilot                 # the published setting, 25M steps
-    python ppo_procgen.py --env-id starpilot --num-envs 4 --num-steps 16 --num-minibatches 2 \
-        --total-timesteps 256                                # smoke test: seconds
+    python ppo_procgen.py --env-id starpilot
 
-Read sections 1 to 4, the algorithm: arguments, networks, losses, training loop. Sections 5 to 7
-are for reference. Letters: T = num_steps, N = num_envs, M = samples of a minibatch, A = actions.
-The baseline of ppg_procgen.py, and the same file where the two agree.
+Sections 1 to 4 are the algorithm, the rest is for reference. T = num_steps, N = num_envs,
+M = samples of a minibatch, A = actions. The same file as ppg_procgen.py where the two agree.
 Departures from openai/train-procgen: torch's Adam and pooling, not TensorFlow's; TF32 where the
 hardware has it (off: --no-tf32); with several ranks, rewards are normalized over all of them.
 """
@@ -25,13 +22,9 @@ import contextlib
 import csv
 import ctypes
 import fcntl
-import gc
-import io
 import json
 import math
 import os
-import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -41,7 +34,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TextIO, get_args
 
 import numpy as np
 import torch
@@ -56,56 +49,53 @@ from tqdm import tqdm
 RANK = int(os.environ.get("RANK", 0))
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LOCAL_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # ranks on this machine
 
 # ---- 1 Arguments ---------------------------------------------------------------------------------
 Game = Literal[
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
     "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
 ]  # fmt: skip
+NUM_LEVELS = 2**31 - 1  # Procgen draws level seeds from 0 to 2**31 - 2
 
 
 @dataclass
 class Args:
     env_id: Game = "starpilot"  # Procgen game
-    total_timesteps: int = 25_000_000  # environment steps of the whole run, over all ranks
-    seed: int = 1  # random seed; on a CPU, equal seeds and threads give bit-identical results
-    exp_name: str = Path(__file__).stem  # name of the experiment, part of the run folder's name
+    total_timesteps: int = 25_000_000  # environment steps of all ranks
+    seed: int = 1  # random seed; on a CPU, it gives the same bits with the same number of threads
+    exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # run folder of an interrupted run, to continue it with its flags
-    checkpoint_interval: int = 4  # iterations between checkpoints
+    resume: str | None = None  # run folder of an interrupted run, to continue with its flags
+    checkpoint_interval: int = 4  # in iterations
     eval_interval: int = 0  # iterations between evaluations on unseen levels; 0: none
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
-    cuda_graphs: bool = True  # on a GPU: run each update and each rollout step as a CUDA graph
-    tf32: bool = True  # on a GPU: use TensorFloat-32 for float32 products
+    cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
+    tf32: bool = True  # on a GPU: use TensorFloat-32
     chunk_size: int = 0  # observations in a pass; 0: 512 on a CPU, 16384 on a GPU (no memory: 512)
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
-
     # environments
-    distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty of the levels
-    num_levels: int = 0  # number of training levels; 0: all
-    start_level: int = 0  # first training level
+    distribution_mode: Literal["easy", "hard"] = "easy"
+    num_levels: int = 0  # training levels; 0: all
+    start_level: int = 0  # first training level, with --num-levels
     num_envs: int = 64  # N: parallel environments of each rank
-    env_threads: int = -1  # Procgen's threads; 0: step in the main thread; -1: by cores
-
+    env_threads: int = -1  # Procgen's threads; 0: the main thread; -1: by cores
     # optimization
     num_steps: int = 256  # T: steps of each environment in a rollout
     learning_rate: float = 5e-4  # Adam's learning rate
-    anneal_lr: bool = False  # anneal the learning rates linearly to zero over the whole run
+    anneal_lr: bool = False  # anneal the learning rate linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    reward_gamma: float = 0.99  # discount of the returns whose deviation scales the rewards
+    reward_gamma: float = 0.99  # discount in the normalization of rewards
     num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
     update_epochs: int = 3  # epochs over the N * T samples
-    clip_coef: float = 0.2  # epsilon of the clipped surrogate objective; 0: no clipping
-    ent_coef: float = 0.01  # c: weight of the entropy bonus
+    clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
+    ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of half the mean squared error (ppg_procgen: of the whole)
     clip_vloss: bool = True  # clip the change of the value by clip_coef
     max_grad_norm: float = 0.5  # clip the norm of the gradient; 0: no clipping
-
     # derived
     device: str = field(init=False)
     num_ranks: int = field(init=False)
@@ -113,20 +103,27 @@ class Args:
     num_iterations: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive sizes, and choose what is empty, "auto", env_threads -1 or chunk_size 0."""
+        """Check the arguments, derive sizes, settle what is chosen automatically."""
+        counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs"]
+        for name in [*counts, "checkpoint_interval"]:
+            require(getattr(self, name) > 0, f"{name} must be at least 1")
         on_gpu = self.cuda and torch.cuda.is_available()
         self.device = f"cuda:{LOCAL_RANK}" if on_gpu else "cpu"
         self.num_ranks = NUM_RANKS
-        self.batch_size = self.num_envs * self.num_steps
-        self.num_iterations = self.total_timesteps // max(self.batch_size * NUM_RANKS, 1)
+        size = self.num_envs * self.num_steps
+        self.batch_size = size
+        self.num_iterations = self.total_timesteps // (size * NUM_RANKS)
+        require(self.num_iterations > 0, f"total_timesteps must be at least {size * NUM_RANKS}")
+        require(size % self.num_minibatches == 0, f"num_minibatches must divide {size} samples")
+        require(min(self.start_level, self.num_levels) >= 0, "levels cannot be negative")
         if not self.run_dir:
-            unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
-            self.run_dir = f"runs/{self.env_id}__{self.exp_name}__{self.seed}__{unique}"
+            name = f"{self.env_id}__{self.exp_name}__{self.seed}"
+            self.run_dir = f"runs/{name}__{time.strftime('%Y%m%d-%H%M%S')}"
         if self.env_threads < 0:
-            cores = len(os.sched_getaffinity(0)) // NUM_LOCAL_RANKS
+            cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             self.env_threads = 0 if cores <= 2 else min(12, cores * 3 // 4)
         if self.chunk_size == 0:
-            self.chunk_size = 16_384 if on_gpu else 512  # more is slow on a GPU, large on a CPU
+            self.chunk_size = 16_384 if on_gpu else 512
 
 
 # ---- 2 Networks ----------------------------------------------------------------------------------
@@ -147,8 +144,7 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Pool before adding the bias: the same result (in float32 to the bit), and a compiled
-        # backward pass need not store conv + bias.
+        # pool before adding the bias: the same bits, and less to store for a compiled backward pass
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
@@ -162,7 +158,7 @@ class ImpalaCNN(nn.Module):
         super().__init__()
         height, width, channels = obs_shape
         size = 32 * math.ceil(height / 8) * math.ceil(width / 8)  # each stack halves the image
-        stacks = (ConvSequence(channels, 16), ConvSequence(16, 32), ConvSequence(32, 32))
+        stacks = ConvSequence(channels, 16), ConvSequence(16, 32), ConvSequence(32, 32)
         self.stacks = nn.Sequential(*stacks)
         self.dense = nn.Linear(size, self.num_features)
 
@@ -172,9 +168,7 @@ class ImpalaCNN(nn.Module):
         return F.relu(self.dense(x))
 
 
-class Outputs(NamedTuple):
-    """The agent's outputs; None for those that were not requested."""
-
+class Outputs(NamedTuple):  # None: not requested
     logits: torch.Tensor | None  # (M, A)
     values: torch.Tensor | None  # (M,)
 
@@ -206,9 +200,8 @@ class Agent(nn.Module):
 
 # ---- 3 Losses ------------------------------------------------------------------------------------
 class RewardNormalizer(nn.Module):  # a module for its state_dict
-    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1} over the
-    environments of all ranks. Step by step, as baselines' VecNormalize: the deviation starts small,
-    so the first rewards count for more."""
+    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}, step
+    by step as baselines' VecNormalize: it starts small, so the first rewards count for more."""
 
     def __init__(self, num_envs: int, gamma: float) -> None:
         super().__init__()
@@ -236,8 +229,7 @@ class RewardNormalizer(nn.Module):  # a module for its state_dict
 
 def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> np.ndarray:
     """Advantages (T, N) by generalized advantage estimation (Schulman et al., 2016), in numpy.
-    rewards: (T, N). values: (T + 1, N), the last row is the bootstrap. dones: (T + 1, N), dones[t]
-    is 1 where o_t begins a new episode."""
+    rewards: (T, N). values, dones: (T + 1, N); dones[t] is 1 where o_t begins an episode."""
     nonterminal = 1 - dones[1:]
     deltas = rewards + gamma * values[1:] * nonterminal - values[:-1]
     advantages = np.empty_like(deltas)
@@ -249,20 +241,20 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> np.n
 
 
 def sample_action(logits: torch.Tensor, generator=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Actions (M,) and log-probabilities (M,), by the Gumbel-max trick: torch's Categorical waits
-    for the GPU."""
+    """Actions (M,), log-probabilities (M,). Gumbel-max: torch's Categorical waits for the GPU."""
     logprobs = logits.log_softmax(-1)
     noise = torch.empty_like(logprobs).exponential_(generator=generator).log()
     actions = (logprobs - noise).argmax(-1)
     return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
-# On a GPU, the losses run in a CUDA graph: Python code in them runs in their first four calls only,
-# and in the fourth, the capture, .item() fails. To debug: --no-cuda-graphs.
+# On a GPU, the losses and act run in CUDA graphs: their Python code runs in the first four calls
+# only, and .item() fails in the fourth, the capture. To debug: --no-cuda-graphs.
 def policy_phase_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
     """-L_clip - c S[pi] + vf_coef * value loss over a minibatch, and statistics to log.
     obs: uint8 (M, height, width, channels); all others: (M,)."""
     new = agent(obs)
+    epsilon = args.clip_coef or math.inf
     stats = {}
 
     # Policy loss
@@ -270,7 +262,6 @@ def policy_phase_loss(agent, args, obs, actions, old_logprobs, advantages, retur
     logprobs = all_logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
     logratio = logprobs - old_logprobs
     ratio = logratio.exp()
-    epsilon = args.clip_coef or math.inf
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon)
     policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
     entropy = -(all_logprobs.exp() * all_logprobs).sum(-1).mean()
@@ -284,7 +275,7 @@ def policy_phase_loss(agent, args, obs, actions, old_logprobs, advantages, retur
     # Value loss
     squared_errors = (new.values - returns).square()
     if args.clip_vloss:
-        change = (new.values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        change = (new.values - old_values).clamp(-epsilon, epsilon)
         squared_errors = torch.max(squared_errors, (old_values + change - returns).square())
     value_loss = 0.5 * squared_errors.mean()
     stats["value_loss"] = value_loss
@@ -293,10 +284,9 @@ def policy_phase_loss(agent, args, obs, actions, old_logprobs, advantages, retur
 
 
 def update(agent, args, optimizer, loss_fn: Callable, **minibatch: torch.Tensor) -> dict:
-    """One optimizer step on loss_fn's mean over the minibatches of all ranks. A minibatch's tensors
-    go to loss_fn by name, chunk_size samples after the other to save memory. Returns the means of
-    its statistics, scalar tensors still on the device, so that the host need not wait for them."""
-    optimizer.zero_grad()  # (critical!) gradients of an earlier step must not leak into this one
+    """One optimizer step on loss_fn's mean over the minibatches of all ranks, in chunks to save
+    memory. Returns means of its statistics, still on the device: the host need not wait."""
+    optimizer.zero_grad()  # (critical!) another phase's gradients must not leak into this step
     stats = {}
     mb_size = len(minibatch["obs"])
     for start in range(0, mb_size, args.chunk_size):
@@ -331,7 +321,7 @@ def train(args: Args, state: dict) -> None:
         join_ranks(args)
         torch.manual_seed(rank_seed)
 
-    @graphed  # as the losses: on a GPU, Python code in act runs in its first four calls only
+    @graphed
     @torch.no_grad()
     def act(obs: torch.Tensor) -> dict[str, torch.Tensor]:
         new = agent(obs)
@@ -427,18 +417,14 @@ def train(args: Args, state: dict) -> None:
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
         logger.log(row)
         if is_last or iteration % args.checkpoint_interval == 0:
-            own = {"envs": envs.state_dict(), "dones": torch.from_numpy(dones[T])}
+            own = {"envs": envs.state_dict(), "dones": dones[T].tolist()}
             save_checkpoint(args, iteration, logger.rows, common, own)
 
 
 # ---- 5 Environment, episodes, evaluation ---------------------------------------------------------
-NUM_LEVELS = 2**31 - 1  # procgen draws level seeds from 0 to 2**31 - 2
-
-
 class ProcgenVectorEnv:
-    """Another environment must offer the same: uint8 images, discrete actions, same-step autoreset
-    (the observation after an episode's end begins the next one). Without a final observation, time
-    limits count as terminations, as in all published results."""
+    """Another environment must offer the same: uint8 images, discrete actions, same-step autoreset.
+    Procgen's time limits count as terminations, as in all published results."""
 
     obs_shape = (64, 64, 3)
     num_actions = 15
@@ -447,56 +433,50 @@ class ProcgenVectorEnv:
         """options: procgen's num_levels, start_level, num_threads, render_mode."""
         options.update(distribution_mode=mode, rand_seed=seed)
         if sys.version_info < (3, 13):
-            with contextlib.redirect_stderr(io.StringIO()):  # importing gym prints a notice
-                from procgen import ProcgenGym3Env
+            from procgen import ProcgenGym3Env
+
             self.games = ProcgenGym3Env(num_envs, env_id, **options)
-        else:  # gym3 has no wheels; this is the same game with gymnasium's methods
+        else:  # gym3 has no wheels; these are the same games with gymnasium's methods
             from procgen_gym.env import ProcgenVecEnv
 
             self.games = ProcgenVecEnv(num_envs, env_id, **options)
             self.reset = self.games.reset
             self.step = self.games.step
         self.num_envs = num_envs
-        self.close = self.games.close
 
     def reset(self) -> tuple[np.ndarray, dict]:
         """The current observations, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Actions (N,) to gymnasium's five: observations, raw rewards float32 (N,), terminated bool
-        (N,), truncated bool (N,), infos."""
+        """Actions (N,) to gymnasium's five; rewards are raw, float32 (N,)."""
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
 
     def state_dict(self) -> dict:
-        states = self.games.get_state()
-        return {"games": [torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in states]}
+        return {"games": self.games.get_state()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.games.set_state([game.numpy().tobytes() for game in state["games"]])
+        self.games.set_state(state["games"])
 
 
 def make_envs(args: Args, seed: int, start_level: int, num_levels: int) -> ProcgenVectorEnv:
     levels = {"start_level": start_level, "num_levels": num_levels}
-    make = partial(ProcgenVectorEnv, num_threads=args.env_threads, **levels)
-    return make(args.env_id, args.num_envs, args.distribution_mode, seed)
+    options = {"mode": args.distribution_mode, "num_threads": args.env_threads}
+    return ProcgenVectorEnv(args.env_id, args.num_envs, seed=seed, **levels, **options)
 
 
 class EpisodeStatistics(nn.Module):  # a module for its state_dict
-    """Raw returns and lengths of all finished episodes of all ranks."""
+    """Raw returns and lengths of the episodes of all ranks."""
 
     def __init__(self, num_envs: int) -> None:
         super().__init__()
-        self.register_buffer("num_episodes", torch.tensor(0))
         self.register_buffer("last_returns", torch.full((100,), math.nan, dtype=torch.float64))
-        # returns and lengths so far
         self.register_buffer("totals", torch.zeros((2, num_envs), dtype=torch.float64))
 
     def update(self, rewards: np.ndarray, dones: np.ndarray) -> dict[str, float]:
-        """Add a rollout's raw rewards (T, N) and dones (T, N), 1 where the step ended an episode.
-        Return means over the episodes that ended in it, and over the last 100; nan if none."""
+        """Means over the episodes that end in a rollout (T, N), and over the last 100, or nan."""
         totals = self.totals.numpy()  # a view
         finished = [np.empty((2, 0))]
         for reward, done in zip(gather(rewards, 1), gather(dones, 1) > 0, strict=True):
@@ -504,10 +484,8 @@ class EpisodeStatistics(nn.Module):  # a module for its state_dict
             finished.append(totals[:, done])
             totals[:, done] = 0
         returns, lengths = torch.from_numpy(np.concatenate(finished, 1))
-        self.num_episodes += len(returns)
         self.last_returns.copy_(torch.cat([self.last_returns, returns])[-100:])
         return {
-            "episodes": self.num_episodes.item(),
             "charts/episodic_return": returns.mean().item(),
             "charts/episodic_length": lengths.mean().item(),
             "charts/mean_return_100": self.last_returns.nanmean().item(),
@@ -516,8 +494,8 @@ class EpisodeStatistics(nn.Module):  # a module for its state_dict
 
 @torch.no_grad()
 def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
-    """The raw return of one episode in each environment, (num_envs,): counting all episodes would
-    favor short ones. It has its own random numbers and leaves envs as they were."""
+    """The raw return of one episode in each environment, (num_envs,); counting all episodes would
+    favor short ones. Leaves envs and torch's random numbers as they were."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     start = envs.state_dict()
@@ -536,8 +514,7 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
 
 # ---- 6 Speed and ranks ---------------------------------------------------------------------------
 def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
-    """Move the agent to the device and turn on what is fast there: only rounding changes. Return
-    a decorator that makes CUDA graphs."""
+    """Move the agent to the device and speed it up. Returns a decorator that makes CUDA graphs."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -546,17 +523,16 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    elif platform.libc_ver()[0] == "glibc":  # keep freed memory: mapping it again costs up to 40 %
+    else:  # keep freed memory: mapping it again costs up to 40 %
         libc = ctypes.CDLL(None)
-        if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD; old versions refuse, then leave both alone
+        if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
     agent.to(device, memory_format=torch.channels_last)
     if on_gpu and args.compile:
         torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
         if torch.__version__ < "2.13":  # its worker processes can hang at exit (pytorch #162199)
             torch._inductor.config.compile_threads = 1
-        # else Inductor gives up channels_last, because no convolution has more than 64 channels
-        options = {"force_layout_optimization": True}
+        options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
         for module in agent.modules():
             if isinstance(module, ImpalaCNN):
                 module.compile(fullgraph=True, dynamic=False, options=options)
@@ -564,9 +540,8 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
 
 
 class CudaGraph:
-    """A CUDA graph of a function of named tensors: captured at call 4, then replayed. Calls 1 to 3
-    warm up on real work, so there is nothing to undo. Shapes, and the tensors that the function
-    changes, must stay the same."""
+    """A CUDA graph of a function of named tensors: 3 calls warm up, the fourth is captured. Shapes
+    and the tensors that the function changes must stay the same."""
 
     def __init__(self, function: Callable) -> None:
         self.function = function
@@ -580,12 +555,9 @@ class CudaGraph:
             self.graph = torch.cuda.CUDAGraph()
             self.inputs = {name: x.clone() for name, x in inputs.items()}
             stream = torch.cuda.current_stream()
-            gc.collect()  # a dead graph that is collected during a capture invalidates it
-            gc.disable()
             # thread_local: NCCL's watchdog thread may make CUDA calls meanwhile
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.outputs = self.function(**self.inputs)
-            gc.enable()
         for name, x in inputs.items():
             self.inputs[name].copy_(x)
         self.graph.replay()
@@ -602,7 +574,7 @@ def join_ranks(args: Args) -> None:
 
 
 def average_grads(params: list[nn.Parameter]) -> None:
-    """Average the gradients over all ranks, in one message; every rank gets the same bits."""
+    """Average the gradients over all ranks; every rank gets the same bits."""
     if NUM_RANKS > 1:
         grads = [param.grad for param in params if param.grad is not None]
         mean = torch.cat([grad.flatten() for grad in grads])
@@ -613,7 +585,7 @@ def average_grads(params: list[nn.Parameter]) -> None:
 
 
 def gather_objects(x) -> list:
-    """All ranks' x, on every rank; pickled, so for small data."""
+    """All ranks' x, on every rank."""
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
         dist.all_gather_object(everyone, x)
@@ -625,8 +597,7 @@ def gather(array: np.ndarray, axis: int = 0) -> np.ndarray:
 
 
 def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
-    """Means by name of what the updates of a phase returned, over updates and ranks. A mean that is
-    not finite ends the run."""
+    """Means over the updates of a phase and over the ranks. One that is not finite ends the run."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
         mean = torch.stack([stats[name] for stats in updates if name in stats]).mean()
@@ -638,18 +609,15 @@ def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
 
 # ---- 7 Records, checkpoints, command line --------------------------------------------------------
 class Logger:
-    """Writes each iteration's numbers to metrics.csv and TensorBoard. Shows progress: in a terminal
-    by a bar, else by at most one line a minute."""
+    """metrics.csv, TensorBoard, and progress: a bar, or in a log file at most a line a minute."""
 
     def __init__(self, args: Args, rows: list[dict]) -> None:
-        """rows: those of the checkpoint; later ones in metrics.csv will be made again."""
         self.rows = rows
         last = rows[-1] if rows else {"global_step": 0, "wall_time": 0.0}
         self.start = time.monotonic() - last["wall_time"]
         self.last_line = -math.inf
         total = args.num_iterations * args.batch_size * NUM_RANKS
-        bar_options = {"unit": " steps", "disable": not sys.stdout.isatty()}  # no bar in a log file
-        self.bar = tqdm(total=total, initial=last["global_step"], **bar_options)
+        self.bar = tqdm(total=total, initial=last["global_step"], disable=not sys.stdout.isatty())
         if RANK > 0:
             return
         self.path = Path(args.run_dir, "metrics.csv")
@@ -657,22 +625,18 @@ class Logger:
         if args.track:
             import wandb
 
-            options = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            options.update(name=Path(args.run_dir).name, dir=args.run_dir, config=vars(args))
-            # "auto" continues the run that is noted in run_dir/wandb
-            wandb.init(sync_tensorboard=True, save_code=True, resume="auto", **options)
+            names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            names.update(name=Path(args.run_dir).name, dir=args.run_dir)
+            wandb.init(sync_tensorboard=True, resume="auto", config=vars(args), **names)
         self.tensorboard = SummaryWriter(args.run_dir, purge_step=last["global_step"] + 1)
-        flags = [f"|{name}|{value}|" for name, value in vars(args).items()]
-        self.tensorboard.add_text("hyperparameters", "\n".join(["|flag|value|", "|-|-|", *flags]))
 
     def write_table(self) -> None:
-        """Write metrics.csv anew, with every column that a row has had."""
+        """Write metrics.csv anew, with all columns so far."""
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         file = open(self.path.with_suffix(".tmp"), "w", newline="", buffering=1)  # flushes lines
         self.table = csv.DictWriter(file, columns, lineterminator="\n")
-        if self.rows:
-            self.table.writeheader()
-            self.table.writerows(self.rows)
+        self.table.writeheader()
+        self.table.writerows(self.rows)
         os.replace(file.name, self.path)  # the file stays open
 
     def log(self, row: dict) -> None:
@@ -681,31 +645,29 @@ class Logger:
             return
         row["wall_time"] = time.monotonic() - self.start
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
+        progress = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
+        self.bar.set_postfix_str(progress)
+        self.print_line(f"step {row['global_step']:,}, {progress}")
+        row = {name: x for name, x in row.items() if math.isfinite(x)}
         for name, x in row.items():
-            if not isinstance(x, int):
-                row[name] = float(x) if math.isfinite(x) else None
-            if row[name] is not None:
-                self.tensorboard.add_scalar(name, row[name], row["global_step"])
+            row[name] = x if isinstance(x, int) else float(x)
+            self.tensorboard.add_scalar(name, row[name], row["global_step"])
         self.tensorboard.flush()
         self.rows.append(row)
         if row.keys() <= set(self.table.fieldnames):
             self.table.writerow(row)
         else:
             self.write_table()
-        shown = {"return": row["charts/mean_return_100"], "SPS": row["charts/SPS"]}
-        self.bar.set_postfix(shown)
-        self.print_line(f"step {row['global_step']:,}, {shown}")
 
     def print_line(self, text: str) -> None:
-        """Print at most one line a minute, and none beside a bar."""
         if self.bar.disable and time.monotonic() > self.last_line + 60:
             print(text, flush=True)
             self.last_line = time.monotonic()
 
 
 def save_checkpoint(args: Args, iteration: int, rows: list, common: dict, own: dict) -> None:
-    """Save the whole run: on a CPU, a resumed run has the bits of one never stopped. common: what
-    is the same on all ranks, objects with a state_dict. own: this rank's state."""
+    """Save the whole run: on a CPU, a resumed run has the bits of one never stopped. common:
+    objects with a state_dict, the same on all ranks. own: this rank's state."""
     own["rng"] = torch.get_rng_state()
     own["cuda_rng"] = torch.cuda.get_rng_state() if args.device != "cpu" else None
     state = {"iteration": iteration, "rows": rows, "ranks": gather_objects(own)}
@@ -723,7 +685,7 @@ def save_checkpoint(args: Args, iteration: int, rows: list, common: dict, own: d
 
 
 def restore_checkpoint(args: Args, state: dict, common: dict) -> dict:
-    """Restore what is common to all ranks, and the random numbers. Return this rank's own state."""
+    """Restore common and the random numbers. Returns this rank's own state."""
     for name, part in common.items():
         if isinstance(part, torch.optim.Optimizer):  # lr and capturable belong to this device
             state[name]["param_groups"] = part.state_dict()["param_groups"]
@@ -741,52 +703,32 @@ def require(condition: bool, message: str) -> None:
         sys.exit(2)
 
 
-def check_args(args: Args) -> None:
-    """Refuse what would abort in C++, fail late or fail silently."""
-    counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "checkpoint_interval"]
-    for name in counts:
-        require(getattr(args, name) > 0, f"{name} must be at least 1")
-    size = args.batch_size
-    rules = {
-        f"total_timesteps must be at least {size * NUM_RANKS}": args.num_iterations > 0,
-        f"num_minibatches must divide {size} samples": size % args.num_minibatches == 0,
-        "levels cannot be negative": args.start_level >= 0 and args.num_levels >= 0,
-        "start_level needs num_levels": args.start_level == 0 or args.num_levels > 0,
-        "clip_vloss needs clip_coef": args.clip_coef > 0 or not args.clip_vloss,
-    }
-    for rule, holds in rules.items():
-        require(holds, rule)
-
-
 MAY_CHANGE = {  # flags of a resumed run
-    "cuda", "compile", "cuda_graphs", "tf32", "env_threads", "track", "chunk_size",
-    "checkpoint_interval", "eval_interval", "wandb_project_name", "wandb_entity", "device",
+    "cuda", "compile", "cuda_graphs", "tf32", "env_threads", "device", "chunk_size", "track",
+    "checkpoint_interval", "eval_interval", "wandb_project_name", "wandb_entity",
 }  # fmt: skip
 
 
 def parse_args() -> Args:
-    """Arguments from the command line; with --resume those of the run, which few flags change."""
+    """Arguments of the command line, or of the run that --resume continues."""
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    if args.resume is None:
-        check_args(args)
-        return args
-    path = Path(args.resume, "args.json")
-    require(args.resume != "" and path.exists(), f"--resume: {args.resume!r} is no run folder")
-    saved = json.loads(path.read_text())["args"]
-    odd = ", ".join(saved.keys() ^ vars(args).keys())
-    require(not odd, f"{args.resume} is a run of another script: their flags differ in {odd}")
-    require(saved["env_id"] in get_args(Game), f"this script does not know {saved['env_id']}")
-    saved.update(resume=args.resume, run_dir=args.resume)
-    args = tyro.cli(Args, default=Args(**{x.name: saved[x.name] for x in fields(Args) if x.init}))
-    check_args(args)
-    changed = {name for name, value in saved.items() if getattr(args, name) != value} - MAY_CHANGE
-    require(not changed, f"these flags of the run cannot change: {', '.join(sorted(changed))}")
+    if args.resume is not None:
+        path = Path(args.resume, "args.json")
+        require(path.exists(), f"--resume: {args.resume!r} is no run folder")
+        saved = json.loads(path.read_text())["args"]
+        other = ", ".join(saved.keys() ^ vars(args).keys())
+        require(not other, f"{args.resume} is a run of another script, whose flags differ: {other}")
+        require(saved["env_id"] in get_args(Game), f"this script does not know {saved['env_id']}")
+        saved.update(resume=args.resume, run_dir=args.resume)
+        flags = {flag.name: saved[flag.name] for flag in fields(Args) if flag.init}
+        args = tyro.cli(Args, default=Args(**flags))
+        changed = {name for name in saved if getattr(args, name) != saved[name]} - MAY_CHANGE
+        require(not changed, f"these flags of the run cannot change: {', '.join(sorted(changed))}")
     return args
 
 
-def open_run(args: Args):
-    """Make the run folder, or open that of the run. Returns an open file, which holds the lock: the
-    kernel frees it at any end of the process."""
+def open_run(args: Args) -> TextIO:
+    """Make the run folder, or open it again. Returns a file that keeps it locked while open."""
     path = Path(args.run_dir, "args.json")
     if args.resume is None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -794,37 +736,35 @@ def open_run(args: Args):
         git = "git describe --always --dirty --abbrev=40 '--exclude=*'"  # empty without git
         folder = Path(__file__).resolve().parent
         result = subprocess.run(git, shell=True, cwd=folder, capture_output=True, text=True)
-        about = {"args": asdict(args), "command": shlex.join(sys.orig_argv)}
+        about = {"args": asdict(args), "command": " ".join(sys.orig_argv)}
         about.update(commit=result.stdout.strip(), date=time.strftime("%FT%T%z"))
-        about.update(python=platform.python_version(), torch=torch.__version__)
+        about.update(python=sys.version.split()[0], torch=torch.__version__)
         about["gpu"] = torch.cuda.get_device_name() if args.device != "cpu" else None
         path.write_text(json.dumps(about, indent=2))
         shutil.copy(__file__, path.parent)
     lock = open(path, "a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        require(False, f"another process is writing to {args.run_dir}")
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process trains here
     return lock
 
 
 def main(args: Args) -> None:
-    """Train. Ctrl-C ends with the command that resumes the run."""
+    """Train, from the checkpoint if there is one. Ctrl-C ends with the command that resumes."""
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
-    again = shlex.join(["python", sys.argv[0], "--resume", args.run_dir])
     with open_run(args) if RANK == 0 else contextlib.nullcontext():
         state = {"iteration": 0, "rows": []}
         if (checkpoint := Path(args.run_dir, "checkpoint.pt")).exists():
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        sizes = f"{NUM_RANKS} x {args.num_envs} environments x {args.num_steps} steps"
-        print(f"{args.run_dir}: {args.num_iterations} iterations of {sizes} on {args.device},")
-        print(f"To resume: {again}", flush=True)
+        print(f"{args.run_dir}: {args.num_iterations} iterations")
+        if args.cuda and args.device == "cpu":
+            print("no GPU: training on the CPU")
+        to_resume = f"To resume: python {sys.argv[0]} --resume {args.run_dir!r}"
+        print(to_resume, flush=True)
         try:
             if state["iteration"] < args.num_iterations:
                 train(args, state)
         except KeyboardInterrupt:
-            print(f"To resume: {again}")
+            print(to_resume)
             sys.exit(130)
     print(f"{args.run_dir} is finished")
 

@@ -25,7 +25,7 @@ import ppo_procgen  # noqa: E402, F401
 
 # what a run imports late, and the pictures that procgen loads for its first environment, so that forks have them
 torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
-ppg_procgen.ProcgenVectorEnv("coinrun", 1).close()
+ppg_procgen.ProcgenVectorEnv("coinrun", 1)
 
 
 class SmallCNN(nn.Module):
