@@ -2,6 +2,7 @@
 gpu needs one (pytest -m gpu); on a CPU, the same tests show what they can."""
 
 import contextlib
+import gc
 import math
 import os
 from functools import partial
@@ -27,10 +28,12 @@ def device(request):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     torch._dynamo.reset()
+    gc.disable()  # an earlier run's graph, collected during a capture, would invalidate it
     with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
         yield torch.device("cuda:0" if request.param == "cuda" else "cpu")  # set_device needs the index
     torch.set_float32_matmul_precision("highest")
     torch.set_default_dtype(torch.float32)
+    gc.enable()
     if request.param == "cuda":
         torch.cuda.set_stream(torch.cuda.default_stream())
 
@@ -256,5 +259,5 @@ def test_what_auto_chooses(monkeypatch, fast):
 @pytest.mark.parametrize("cores, ranks, threads", [(2, 1, 0), (3, 1, 2), (16, 1, 12), (64, 1, 12), (64, 8, 6)])
 def test_threads_of_the_environments(monkeypatch, script, cores, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(script, "NUM_LOCAL_RANKS", ranks)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert script.Args(cuda=False).env_threads == threads
