@@ -1,8 +1,5 @@
 """Evaluation during training, and benchmark/evaluate.py on what training leaves."""
 
-import math
-import shutil
-
 import imageio_ffmpeg
 import numpy as np
 import pandas as pd
@@ -49,11 +46,8 @@ def test_short_episodes_count_no_more_than_long_ones():
     lengths = list(range(1, 9))
     for evaluate in (ppg_procgen.evaluate, ppo_procgen.evaluate):
         assert evaluate(SimpleAgent(), ShortEnv("bossfight", 8), 1).tolist() == lengths
-    played = tool.play(SimpleAgent(), ShortEnv("bossfight", 8), seed=1, greedy=False)
-    assert [x.tolist() for x in played] == [lengths, lengths]
-
-
-# ---- during training
+    played = tool.play(SimpleAgent(), ShortEnv("bossfight", 8), 1, False)
+    np.testing.assert_array_equal(played, [lengths, lengths])
 
 
 class WatchedEnv(ProcgenVectorEnv):
@@ -95,8 +89,7 @@ def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
     assert first[0] == second[0] and len(set(first[0])) == 4
 
     agent = tool.load_agent(run_dir / "agent.pt")
-    unseen = {"start_level": 13, "num_levels": NUM_LEVELS - 13}
-    envs = ProcgenVectorEnv("bossfight", 4, seed=NUM_LEVELS - 1, **unseen)
+    envs = ProcgenVectorEnv("bossfight", 4, seed=NUM_LEVELS - 1, start_level=13, num_levels=NUM_LEVELS - 13)
     returns, lengths = tool.play(agent, envs, seed=1, greedy=False)
     assert float(read_rows(run_dir)[-1]["eval/test_return"]) == returns.mean()
     assert len(second) == lengths.max()
@@ -104,13 +97,9 @@ def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
 
 def test_evaluation_does_not_touch_training(evaluated, run):
     script, run_dir, _ = evaluated
-    plain = run(script, **GAME, small=False)
-    rows, weights = comparable(run_dir)
-    for row in rows:
-        del row["eval/test_return"]
-    plain_rows, plain_weights = comparable(plain)
-    assert rows == plain_rows
-    assert all(torch.equal(weights[name], plain_weights[name]) for name in weights)
+    _, weights = comparable(run_dir)
+    _, plain_weights = comparable(run(script, **GAME, small=False))
+    torch.testing.assert_close(weights, plain_weights, rtol=0, atol=0)
 
 
 def test_evaluations_come_at_their_interval_and_at_the_end(run, script, monkeypatch):
@@ -119,28 +108,26 @@ def test_evaluations_come_at_their_interval_and_at_the_end(run, script, monkeypa
     assert [row["eval/test_return"] for row in rows] == ["", "", "1.5", "1.5"]
 
 
-# ---- benchmark/evaluate.py
-
-
 def command(*argv):
-    tool.main(tyro.cli(tool.Args, args=["--no-cuda", *map(str, argv)]))
+    flags = ["--no-cuda", *map(str, argv)]
+    tool.main(tyro.cli(tool.Args, args=flags))
 
 
 def test_each_level_is_played_whatever_the_batches(monkeypatch):
+    agent = SimpleAgent()
+
     def play(episodes):
         args = tool.Args(path=None, env_id="bossfight", greedy=True, episodes=episodes)
-        rows = tool.play_set(SimpleAgent(), args, "easy", range(7), "")
-        return sorted(rows.itertuples(index=False, name=None))
+        return tool.play_set(agent, args, "easy", range(7), "").sort_values("level", ignore_index=True)
 
     together = play(7)
-    assert [level for level, *_ in together] == list(range(7))
-    counts = np.bincount([level for level, *_ in play(17)])
-    assert sorted(counts) == [2, 2, 2, 2, 3, 3, 3]
+    assert sorted(play(17)["level"].value_counts()) == [2, 2, 2, 2, 3, 3, 3]
     monkeypatch.setattr(tool, "BATCH_SIZE", 3)  # three batches; the last also plays two levels of the first
-    assert play(7) == together
-    for level, *result in together:
+    pd.testing.assert_frame_equal(play(7), together)
+    for level in range(7):
         envs = ProcgenVectorEnv("bossfight", 1, num_levels=1, start_level=level)
-        assert [x.item() for x in tool.play(SimpleAgent(), envs, seed=1, greedy=True)] == result
+        returns, lengths = tool.play(agent, envs, seed=1, greedy=True)
+        assert together.loc[level].tolist() == [level, *returns, *lengths]
 
 
 def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
@@ -148,22 +135,24 @@ def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
     command(run_dir, "--episodes", 5, "--out", tmp_path)
     printed = capsys.readouterr().out
     episodes = pd.read_csv(tmp_path / "episodes.csv")
-    levels = {name: part["level"] for name, part in episodes.groupby("levels")}
-    assert sorted(levels["train"].value_counts()[[10, 11, 12]]) == [1, 2, 2]
-    assert levels["test"].min() >= 13
+    levels = episodes["level"].tolist()
+    assert episodes["levels"].tolist() == ["train"] * 5 + ["test"] * 5
+    assert set(levels[:5]) == {10, 11, 12}
+    assert min(levels[5:]) >= 13
     for row in pd.read_csv(tmp_path / "summary.csv").to_dict("records"):
-        returns = episodes["return"][episodes["levels"] == row["levels"]]
+        returns = episodes[episodes["levels"] == row["levels"]]["return"]
         mean = returns.mean()
-        stderr = returns.std() / math.sqrt(5)
-        expected = {"mean": mean, "stderr": stderr, "low": mean - 2.776445 * stderr, "high": mean + 2.776445 * stderr}
-        expected["score_mean"] = (mean - 0.5) / 12.5
-        assert {name: row[name] for name in expected} == pytest.approx(expected)
+        stderr = returns.sem()
+        assert row["mean"] == pytest.approx(mean)
+        assert row["high"] == pytest.approx(mean + 2.776445 * stderr)  # Student's distribution, 4 degrees of freedom
+        assert row["score_mean"] == pytest.approx((mean - 0.5) / 12.5)
         assert f"easy {row['levels']}, 5 episodes: {mean:.2f} ± {stderr:.2f}" in printed
 
     # the same episodes from the checkpoint, and from the weights alone with the levels written out
-    shutil.copy(run_dir / "agent.pt", tmp_path / "alone.pt")
-    alone = tmp_path / "alone.pt", "--env-id", "bossfight", "--levels", "10:13", f"13:{NUM_LEVELS}"
-    for arguments in ([run_dir / "checkpoint.pt"], alone):
+    alone = tmp_path / "alone.pt"
+    alone.write_bytes((run_dir / "agent.pt").read_bytes())
+    flags = f"--env-id bossfight --levels 10:13 13:{NUM_LEVELS}".split()
+    for arguments in ([run_dir / "checkpoint.pt"], [alone, *flags]):
         command(*arguments, "--episodes", 5, "--out", tmp_path)
         again = pd.read_csv(tmp_path / "episodes.csv")
         pd.testing.assert_frame_equal(again.drop(columns="levels"), episodes.drop(columns="levels"))
@@ -172,42 +161,36 @@ def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
 def test_greedy_episodes_on_hard_levels_and_a_video(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "ProcgenVectorEnv", ShortEnv)
     torch.save(ppg_procgen.Agent().state_dict(), tmp_path / "agent.pt")
-    flags = ("--env-id", "starpilot", "--greedy", "--modes", "easy", "hard", "--levels", "12:15", "--episodes", 3)
-    command(tmp_path, *flags, "--video")
-    folder = tmp_path / "evaluation"
-    rows = pd.read_csv(folder / "episodes.csv")
-    assert rows["mode"].tolist() == ["easy"] * 3 + ["hard"] * 3
-    assert sorted(rows["level"]) == [12, 12, 13, 13, 14, 14]
-    assert rows["length"].tolist() == [1, 2, 3] * 2
+    flags = "--env-id starpilot --greedy --modes hard --levels 12:15 --episodes 3 --video"
+    command(tmp_path, *flags.split())
+    rows = pd.read_csv(tmp_path / "evaluation" / "episodes.csv")
+    assert sorted(rows["level"]) == [12, 13, 14]
+    assert rows["length"].tolist() == [1, 2, 3]
+    assert set(rows["mode"]) == {"hard"}
     assert rows["greedy"].all()
-    for mode in ("easy", "hard"):
-        meta, *frames = imageio_ffmpeg.read_frames(str(folder / f"{mode}_12-15.mp4"))
-        assert meta["size"] == (1024, 1024)
-        assert len(frames) == 4
-        image = np.frombuffer(frames[-1], np.uint8).reshape(2, 512, 2, 512, 3)
-        assert (image.std(axis=(1, 3, 4)) > 5).all()  # none of the four parts is blank
+    _, *frames = imageio_ffmpeg.read_frames(f"{tmp_path}/evaluation/hard_12-15.mp4")
+    assert len(frames) == 4
+    image = np.frombuffer(frames[-1], np.uint8).reshape(2, 512, 2, 512, 3)
+    assert image.std((1, 3, 4)).min() > 5  # none of the four parts is blank
 
 
 REFUSED = {
     "nowhere.pt": "no file nowhere.pt",
     "agent.pt": "add --env-id",
     "agent.pt --env-id starpilot --levels test": "--levels test: no such levels",
-    "agent.pt --env-id starpilot --levels 5:5": "--levels 5:5: no such levels",
     "agent.pt --env-id starpilot --levels 0:9999999999": "A < B <= 2147483647",
     "agent.pt --env-id starpilot --episodes 1": "two episodes",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_bad_arguments_are_refused_in_a_line(flags, tmp_path, monkeypatch, capsys):
+def test_bad_arguments_are_refused(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.save(ppo_procgen.Agent().state_dict(), "agent.pt")
     with pytest.raises(SystemExit) as end:
         command(*flags.split())
     assert end.value.code == 2
-    error = capsys.readouterr().err
-    assert REFUSED[flags] in error
-    assert error.count("\n") == 1
+    assert REFUSED[flags] in capsys.readouterr().err
     assert not (tmp_path / "evaluation").exists()
 
 
