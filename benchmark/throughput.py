@@ -1,9 +1,8 @@
 """Training speed of the scripts here, and of others beside them, in one run on one machine.
 
-    python benchmark/throughput.py                                                   # all variants
-    python benchmark/throughput.py --variants detach --repeats 3 \
-        --baseline "other_venv/bin/python path/to/cleanrl/cleanrl/ppg_procgen.py"
+    python benchmark/throughput.py                                                    # all variants
     python benchmark/throughput.py --variants dual "ppg_procgen.py --aux-dtype bfloat16"
+    python benchmark/throughput.py --baseline "other_venv/bin/python path/to/cleanrl/cleanrl/ppg_procgen.py"
 
 The commands run in turn (A B A B ...), each in a process and a folder of its own, with sizes given once for all. A
 command that begins with a .py file runs with this Python. The first phase of a run warms up (imports, compilation);
@@ -111,8 +110,7 @@ def run_command(command: list[str], args: Args, deadline: float) -> dict:
                 if kilobytes := re.search(r"VmHWM:\s+(\d+)", status):
                     peaks["host GB"] = int(kilobytes[1]) * 1024 / 1e9
                 if args.cuda:
-                    used = (free - torch.cuda.mem_get_info()[0]) / 1e9
-                    peaks["GPU GB"] = max(used, peaks.get("GPU GB", 0))
+                    peaks["GPU GB"] = max(peaks.get("GPU GB", 0), (free - torch.cuda.mem_get_info()[0]) / 1e9)
                 time.sleep(0.1)
         finally:
             was_cut = process.poll() is None
