@@ -167,9 +167,9 @@ def make_table(runs: list[dict], args: Args) -> str:
     groups = table.dropna(subset="steps/s").groupby("command", sort=False)
     columns = [name for name in [*speeds, *TIMES, "warm-up s", "GPU GB", "host GB"] if name in table]
     shown = groups[columns].median().map("{:,.4g}".format)
-    lowest = groups[speeds].min().map(" ({:,.4g}–".format)
-    highest = groups[speeds].max().map("{:,.4g})".format)
-    shown[speeds] += lowest + highest
+    if args.repeats > 1:
+        shown[speeds] += groups[speeds].min().map(" ({:,.4g}–".format)
+        shown[speeds] += groups[speeds].max().map("{:,.4g})".format)
     shown.insert(0, "runs", groups.size())
     return shown.replace("nan", "").to_markdown()
 
