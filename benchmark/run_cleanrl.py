@@ -1,7 +1,8 @@
 """Run CleanRL's ppg_procgen.py as it is, on chosen levels, with its returns counted as ours are.
 
-    PYTHON benchmark/run_cleanrl.py path/to/cleanrl/cleanrl/ppg_procgen.py --env-id starpilot --seed 1 --num-levels 1 \
-        --num-envs 16 --num-steps 64 --n-iteration 16 --total-timesteps 49152 --run-dir runs/cleanrl
+    PYTHON benchmark/run_cleanrl.py path/to/cleanrl/cleanrl/ppg_procgen.py --env-id starpilot --seed 1 \
+        --exp-name cleanrl_ppg --num-envs 16 --num-steps 64 --n-iteration 16 --total-timesteps 49152 \
+        --num-levels 1 --run-dir runs/cleanrl
 
 PYTHON must have gym 0.23, procgen, numpy<2, torch, tyro, tensorboard and tqdm. --num-levels, --start-level and
 --run-dir are for this file (--resume is the same as --run-dir: the run begins again); all other flags go to the script.
@@ -78,44 +79,39 @@ def main() -> None:
     parser.add_argument("--run-dir", "--resume", type=Path, required=True, help="folder for the run's files")
     parser.add_argument("--num-levels", type=int, default=0)
     parser.add_argument("--start-level", type=int, default=0)
-    passed = parser.add_argument_group("passed on to the script")
-    passed.add_argument("--env-id", required=True)
-    passed.add_argument("--exp-name", default="cleanrl_ppg")
+    own, rest = parser.parse_known_args()
+    flags = argparse.ArgumentParser(description="flags of the script", allow_abbrev=False)
+    for name in ["env-id", "exp-name"]:
+        flags.add_argument(f"--{name}", required=True)
     for name in ["seed", "total-timesteps", "num-envs", "num-steps", "n-iteration"]:
-        passed.add_argument(f"--{name}", type=int, required=True)
-    args, rest = parser.parse_known_args()
+        flags.add_argument(f"--{name}", type=int, required=True)
+    args, _ = flags.parse_known_args(rest)
     batch_size = args.num_envs * args.num_steps
     num_iterations = args.total_timesteps // batch_size
     if num_iterations % args.n_iteration:
         parser.error(f"the script drops what is no whole phase: {num_iterations} iterations")
 
-    args.run_dir.mkdir(parents=True, exist_ok=True)
-    saved = {name: x if isinstance(x, int) else str(x) for name, x in vars(args).items()}
-    saved.update(distribution_mode="easy", batch_size=batch_size, num_iterations=num_iterations)
-    about = {"args": saved, "command": shlex.join(sys.orig_argv)}
-    git = ["git", "-C", str(args.script.parent), "rev-parse", "HEAD"]
-    about["commit"] = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    own.run_dir.mkdir(parents=True, exist_ok=True)
+    levels = {"num_levels": own.num_levels, "start_level": own.start_level}
+    saved = {**vars(args), **levels, "distribution_mode": "easy", "run_dir": str(own.run_dir)}
+    saved.update(batch_size=batch_size, num_iterations=num_iterations)
+    git = ["git", "-C", str(own.script.parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    about = {"args": saved, "command": shlex.join(sys.orig_argv), "commit": commit}
     about.update(date=time.strftime("%FT%T%z"), python=platform.python_version(), torch=torch.__version__)
-    on_gpu = torch.cuda.is_available() and "--no-cuda" not in rest
-    about["gpu"] = torch.cuda.get_device_name() if on_gpu else None
-    (args.run_dir / "args.json").write_text(json.dumps(about, indent=2))
-
-    script = str(args.script.resolve())
-    file = open(args.run_dir / "metrics.csv", "w", newline="", buffering=1)  # flushes lines
-    ours = {"num_steps": args.num_steps, "file": file, "rand_seed": args.seed, "num_threads": 0}
-    ours.update(num_levels=args.num_levels, start_level=args.start_level)
+    (own.run_dir / "args.json").write_text(json.dumps(about, indent=2))
+    file = open(own.run_dir / "metrics.csv", "w", newline="", buffering=1)  # flushes lines
     made = []
 
     def make_games(num: int, env_name: str, **options) -> CountedGames:
-        made.append(CountedGames(num, env_name, **{**options, **ours}))
+        options.update(levels, rand_seed=args.seed, num_threads=0)
+        made.append(CountedGames(num, env_name, args.num_steps, file, **options))
         return made[0]
 
     procgen.env.ProcgenGym3Env = make_games
-    sys.argv = [script, f"--env-id={args.env_id}", f"--exp-name={args.exp_name}", f"--seed={args.seed}"]
-    for name in ["total_timesteps", "num_envs", "num_steps", "n_iteration"]:
-        sys.argv.append(f"--{name.replace('_', '-')}={getattr(args, name)}")
-    sys.argv += rest
-    os.chdir(args.run_dir)  # the script writes its TensorBoard events into runs/ of the folder it is in
+    script = str(own.script.resolve())
+    sys.argv = [script, *rest]
+    os.chdir(own.run_dir)  # the script writes its TensorBoard events into runs/ of the folder it is in
     runpy.run_path(script, run_name="__main__")
     made[0].end_iteration()
 
