@@ -3,12 +3,13 @@
 import json
 import sys
 
+import pandas as pd
 import pytest
 
 from benchmark import throughput
 
 # 2 iterations of 4 x 8 steps a phase, two phases measured
-SIZES = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "n_iteration": 2, "num_aux_rollouts": 2, "phases": 2}
+SIZES = {"num_envs": 4, "num_steps": 8, "n_iteration": 2, "phases": 2}
 
 # scripts that write records of known times without training; each notes that it ran, and how
 HEAD = """
@@ -61,10 +62,9 @@ def bench(tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         path = tmp_path / "out" / "page.md"
         failed = throughput.main(throughput.Args(out=path, cuda=False, **SIZES, **flags))
-        lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
-        names, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+        rows = pd.read_csv(path, skiprows=4, sep=r" *\| *", engine="python", dtype=str, index_col="command")
         calls = (tmp_path / "calls").read_text().splitlines()
-        return failed, [dict(zip(names, row, strict=True)) for row in rows], [json.loads(call) for call in calls]
+        return failed, rows, [json.loads(call) for call in calls]
 
     return bench
 
@@ -73,15 +73,14 @@ def test_numbers_order_and_sizes(bench, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nOTHER_PYTHON=yes exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    scripts = {"ours": OURS, "other": OTHER}
-    flags = {"baseline": "./python other.py --e-auxiliary 9", "variants": ("ours.py --arch=dual",)}
-    failed, (baseline, row), calls = bench(scripts, **flags)
+    baseline = "./python other.py --e-auxiliary 9"
+    failed, rows, calls = bench({"ours": OURS, "other": OTHER}, baseline=baseline, variants=("ours.py --arch=dual",))
     assert failed == 0
     assert [call[0] for call in calls] == ["other", "ours", "other", "ours"]
     assert calls[0][-3:] == ["--e-auxiliary", "9", "yes"]
     assert {"--total-timesteps=192", "--num-envs=4", "--e-auxiliary=6", "--no-cuda", "--arch=dual"} < set(calls[1])
-    assert calls[1][-1] is None
-    assert baseline["steps/s"] == "1.333 (1.333–1.333)"  # 128 / (40 + 56)
+    assert rows.loc[baseline]["steps/s"] == "1.333 (1.333–1.333)"  # 128 / (40 + 56)
+    row = rows.loc["ours.py --arch=dual"]
     assert row["steps/s"] == "5.333 (5.333–5.333)"  # 128 / (11 + 13)
     assert row["× baseline"] == "4 (4–4)"
     assert [row[name] for name in throughput.TIMES] == ["3.2", "1.6", "4.8"]
@@ -92,15 +91,16 @@ def test_a_failure_is_reported_and_the_others_go_on(bench, capsys):
     scripts = {"broken": "sys.exit('no such luck')", "ours": OURS}
     failed, rows, _ = bench(scripts, variants=("broken.py", "ours.py"), repeats=1)
     assert failed == 1
-    assert [row["command"] for row in rows] == ["ours.py"]
+    assert rows.index[1:].tolist() == ["ours.py"]
     assert "no such luck" in capsys.readouterr().out
 
 
 def test_a_run_that_is_cut_counts_with_its_whole_phases(bench):
     scripts = {"slow": OURS + "time.sleep(500)", "ours": OURS}
-    failed, (row,), _ = bench(scripts, variants=("slow.py", "ours.py"), budget_minutes=3 / 60)
+    failed, rows, calls = bench(scripts, variants=("slow.py", "ours.py"), budget_minutes=3 / 60)
     assert failed == 0
-    assert row["steps/s"].startswith("5.333")
+    assert len(calls) == 1
+    assert rows.loc["slow.py"]["steps/s"].startswith("5.333")
 
 
 @pytest.mark.parametrize("text", ["dula", "nowhere.py"])
