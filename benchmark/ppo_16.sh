@@ -1,9 +1,4 @@
 #!/usr/bin/env bash
-# PPO on all 16 games × 3 seeds, 25M steps on all easy levels. It shares its folder with ppo.sh: no run is done twice.
-#     bash benchmark/ppo_16.sh --gpus 0 1    any flag of benchmark/sweep.py; the same call again continues
-#     TINY=1 bash benchmark/ppo_16.sh        the same sweep in a few minutes on a CPU, in its own folder
-source "$(dirname "$0")/common.sh" || exit
-
-exec python3 benchmark/sweep.py --folder "$sweeps/ppo" --num-seeds 3 \
-    --env-ids $all_games \
-    --command "python3 ppo_procgen.py $tiny_ppo" "$@"
+# PPO on all 16 games × 3 seeds, 25M steps, all easy levels. It shares the folder of ppo.sh: no run is done twice.
+source "$(dirname "$0")/common.sh"
+sweep ppo $all_games --command "python3 ppo_procgen.py $tiny_ppo" "$@"

@@ -1,8 +1,8 @@
 """What tests share: small runs in this process, real ones in processes of their own, reading what they leave."""
 
-import contextlib
 import csv
 import functools
+import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -44,7 +44,7 @@ def snapshot(folder: Path) -> dict[str, bytes | bool]:
 
 def level_seeds(envs) -> list[int]:
     """The level that each environment of a ProcgenVectorEnv plays."""
-    if envs.has_gym3:
+    if sys.version_info < (3, 13):
         return [info["level_seed"] for info in envs.games.get_info()]
     return envs.reset()[1]["level_seed"].tolist()
 
@@ -54,12 +54,26 @@ def level_seeds(envs) -> list[int]:
 
 def train(script, args, small: bool = True) -> Path:
     """A script's main in this process, with a small network unless the test is about the real one."""
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as handlers:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # a failed run leaves them ignored
-            handlers.callback(signal.signal, number, signal.getsignal(number))
+    with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(script, "ImpalaCNN", worker.SmallCNN)
         script.main(args)
+    return Path(args.run_dir)
+
+
+def interrupt(script, args, k: int, small: bool = True) -> Path:
+    """As train, but Ctrl-C comes in the k-th step of the environments."""
+
+    def step(self, actions):
+        if next(calls) == k:
+            raise KeyboardInterrupt
+        return original(self, actions)
+
+    original, calls = script.ProcgenVectorEnv.step, itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(script.ProcgenVectorEnv, "step", step)
+        train(script, args, small)
+    assert end.value.code == 130
     return Path(args.run_dir)
 
 
@@ -70,7 +84,7 @@ def make_args(script, run_dir: Path, **flags):
 @pytest.fixture
 def run(tmp_path):
     """run(script, **flags) trains in a new folder and gives it."""
-    counter = iter(range(1000))
+    counter = itertools.count()
 
     def run(script=ppg_procgen, small=True, **flags) -> Path:
         return train(script, make_args(script, tmp_path / f"run{next(counter)}", **flags), small)

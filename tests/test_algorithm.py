@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -107,7 +106,7 @@ class Policy:
 
     def __call__(self, obs, policy=True, value=True, aux=False):
         asked = {"logits": policy, "values": value, "aux_values": aux}
-        return SimpleNamespace(**{name: x if asked[name] else None for name, x in self.outputs.items()})
+        return ppg_procgen.Outputs(*(self.outputs[name] if asked[name] else None for name in asked))
 
 
 def make_minibatch(B=40, A=5):
@@ -115,15 +114,16 @@ def make_minibatch(B=40, A=5):
     logits, values, aux_values = rng.normal(size=(B, A)), rng.normal(size=B), rng.normal(size=B)
     actions = rng.integers(A, size=B)
     old_logits = np.log(softmax(logits + 0.3 * rng.normal(size=(B, A))))
-    batch = {"actions": actions, "logprobs": old_logits[np.arange(B), actions], "advantages": rng.normal(size=B)}
-    batch |= {"returns": rng.normal(size=B), "values": values + 0.3 * rng.normal(size=B)}
+    batch = {"actions": actions, "old_logprobs": old_logits[np.arange(B), actions], "advantages": rng.normal(size=B)}
+    batch |= {"returns": rng.normal(size=B), "old_values": values + 0.3 * rng.normal(size=B)}
     return {"logits": logits, "values": values, "aux_values": aux_values}, batch, old_logits
 
 
 def evaluate_loss(loss_fn, args, outputs, **batch):
     """Loss, statistics, and gradients with respect to the outputs."""
     agent = Policy(outputs)
-    loss, stats = loss_fn(agent, args, obs=None, **{name: torch.tensor(x) for name, x in batch.items()})
+    obs = torch.zeros(())
+    loss, stats = loss_fn(agent, args, obs=obs, **{name: torch.tensor(x) for name, x in batch.items()})
     loss.backward()
     gradients = {name: np.zeros(x.shape) if x.grad is None else x.grad.numpy() for name, x in agent.outputs.items()}
     return loss.item(), {name: x.item() for name, x in stats.items()}, gradients
@@ -132,14 +132,14 @@ def evaluate_loss(loss_fn, args, outputs, **batch):
 def policy_losses(args, outputs, batch):
     """Policy's and value's part of the loss by their definitions, and the statistics."""
     rows, probs, kl_coef = np.arange(len(batch["actions"])), softmax(outputs["logits"]), getattr(args, "kl_coef", 0)
-    logratio = np.log(probs[rows, batch["actions"]]) - batch["logprobs"]
+    logratio = np.log(probs[rows, batch["actions"]]) - batch["old_logprobs"]
     ratio, advantages, epsilon = np.exp(logratio), batch["advantages"], args.clip_coef
     objective = ratio * advantages
     if epsilon > 0:
         objective = np.minimum(objective, np.clip(ratio, 1 - epsilon, 1 + epsilon) * advantages)
     errors = (outputs["values"] - batch["returns"]) ** 2
     if args.clip_vloss:
-        clipped = np.clip(outputs["values"], batch["values"] - epsilon, batch["values"] + epsilon)
+        clipped = np.clip(outputs["values"], batch["old_values"] - epsilon, batch["old_values"] + epsilon)
         errors = np.maximum(errors, (clipped - batch["returns"]) ** 2)
     stats = {"entropy": -(probs * np.log(probs)).sum(-1).mean(), "old_approx_kl": -logratio.mean()}
     stats |= {"approx_kl": (ratio - 1 - logratio).mean(), "approx_kl_k2": (logratio**2).mean() / 2}
@@ -190,8 +190,9 @@ def test_ppo_loss_and_its_gradient(clip_vloss):
 
 
 @pytest.mark.parametrize("beta_clone", [1.0, 0.3])
-def test_auxiliary_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone):
-    args, (outputs, batch, old_logits) = ppg_procgen.Args(beta_clone=beta_clone), make_minibatch()
+def test_auxiliary_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    args, (outputs, batch, old_logits) = ppg_procgen.Args(beta_clone=beta_clone, aux_dtype="float32"), make_minibatch()
     old, returns = np.exp(old_logits), batch["returns"]
 
     def parts(outputs):
@@ -202,7 +203,7 @@ def test_auxiliary_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone):
     new = softmax(outputs["logits"])
     assert parts(outputs)[0] != pytest.approx((new * (np.log(new) - np.log(old))).sum(-1).mean(), rel=1e-3)
     loss, stats, gradients = evaluate_loss(
-        ppg_procgen.auxiliary_phase_loss, args, outputs, old_logprobs=np.log(old), returns=returns
+        ppg_procgen.auxiliary_phase_loss, args, outputs, old_all_logprobs=np.log(old), returns=returns
     )
     weights = np.array([beta_clone, 1, 1])
     assert loss == pytest.approx(weights @ parts(outputs), rel=1e-12)
@@ -271,14 +272,14 @@ def test_which_loss_trains_which_parameters(arch):
     torch.testing.assert_close(agent(obs, value=False).logits, logits)
 
 
-def update_once(num_chunks, stale_gradients=False):
+def update_once(chunk_size, stale_gradients=False):
     """Weights after an auxiliary update on 10 samples, its statistics, the most bytes of activations held at once."""
     torch.manual_seed(0)
-    agent, args = Agent("dual"), ppg_procgen.Args()
+    agent, args = Agent("dual"), ppg_procgen.Args(chunk_size=chunk_size, cuda=False, aux_dtype="float32")
     optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)  # unlike Adam's, its step shows the size of a gradient
     minibatch = {
         "obs": torch.randint(0, 256, (10, 64, 64, 3), dtype=torch.uint8),
-        "old_logprobs": torch.randn(10, 15).log_softmax(-1),
+        "old_all_logprobs": torch.randn(10, 15).log_softmax(-1),
         "returns": torch.randn(10),
     }
     if stale_gradients:
@@ -298,22 +299,19 @@ def update_once(num_chunks, stale_gradients=False):
             nonlocal live
             live -= self.num_bytes
 
-    def loss_fn(**part):
-        return ppg_procgen.auxiliary_phase_loss(agent, args, **part)
-
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
-        stats = ppg_procgen.update(optimizer, list(agent.parameters()), loss_fn, num_chunks, 0.0, **minibatch)
+        stats = ppg_procgen.update(agent, args, optimizer, ppg_procgen.auxiliary_phase_loss, **minibatch)
     return [x.detach() for x in agent.parameters()], stats, peak
 
 
-@pytest.mark.parametrize("num_chunks", [2, 3, 10])  # 3 chunks are unequal: 4, 4 and 2 samples
-def test_gradient_accumulation_takes_the_same_step_in_less_memory(num_chunks):
-    whole, whole_stats, whole_peak = update_once(1)
-    parts, parts_stats, parts_peak = update_once(num_chunks)
+@pytest.mark.parametrize("chunk_size", [5, 4, 1])  # of 4: 4, 4 and 2 samples
+def test_chunks_make_the_same_step_in_less_memory(chunk_size):
+    whole, whole_stats, whole_peak = update_once(10)
+    parts, parts_stats, parts_peak = update_once(chunk_size)
     torch.testing.assert_close(parts, whole, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(parts_stats, whole_stats, atol=1e-5, rtol=1e-4)
-    assert parts_peak <= whole_peak * math.ceil(10 / num_chunks) / 10 * 1.02
+    assert parts_peak <= whole_peak * chunk_size / 10 * 1.02
 
 
 def test_an_update_begins_without_gradients():
-    assert all(map(torch.equal, update_once(1)[0], update_once(1, stale_gradients=True)[0]))
+    assert all(map(torch.equal, update_once(10)[0], update_once(10, stale_gradients=True)[0]))

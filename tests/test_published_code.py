@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+import tensorflow_habits
 import torch
 from published_code import GAE_LAMBDA, GAMMA, LEARNING_RATE, RESULTS, VARIANTS, N, T, inputs, weights
 
@@ -47,17 +48,15 @@ def test_ppg(name, data):
 
     agent, obs = with_weights(ppg_procgen.Agent(arch)), data["obs"].transpose(0, 1).flatten(0, 1)
     with torch.no_grad():
-        old_logprobs = agent(obs).logits.log_softmax(-1)
-    args = ppg_procgen.Args(arch=arch, clip_coef=clip_coef, kl_coef=kl_coef, cuda=False)
-    batch = {x: data[x] for x in ("obs", "actions", "logprobs")} | {"advantages": advantages, "returns": returns}
-    batch = {x: y.transpose(0, 1) for x, y in (batch | {"values": data["values"][:-1]}).items()}  # (N, T, ...)
-    params = list(agent.parameters())
-    optimizer = torch.optim.Adam(params, LEARNING_RATE, eps=1e-8, fused=True)
-    loss = partial(ppg_procgen.policy_phase_loss, agent, args)
+        old_all_logprobs = agent(obs).logits.log_softmax(-1)
+    args = ppg_procgen.Args(arch=arch, clip_coef=clip_coef, kl_coef=kl_coef, cuda=False, aux_dtype="float32")
+    batch = {"obs": data["obs"], "actions": data["actions"], "advantages": advantages, "returns": returns}
+    batch |= {"old_logprobs": data["logprobs"], "old_values": data["values"][:-1]}
+    batch = {x: y.transpose(0, 1) for x, y in batch.items()}  # (N, T, ...)
+    optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-8, fused=True)
+    update = partial(ppg_procgen.update, agent, args, optimizer, ppg_procgen.policy_phase_loss)
     for expected, rows in zip(published["updates"], torch.arange(N).split(N // 2), strict=True):
-        stats = ppg_procgen.update(
-            optimizer, params, loss, 1, 0.0, **{x: y[rows].flatten(0, 1) for x, y in batch.items()}
-        )
+        stats = update(**{x: y[rows].flatten(0, 1) for x, y in batch.items()})
         close(stats["policy_loss"], expected["pg"] + expected["pi_kl"])
         close(stats["entropy"], expected["entropy"])
         close(stats["value_loss"], expected["vf"])
@@ -65,11 +64,11 @@ def test_ppg(name, data):
         if clip_coef > 0:
             assert stats["clipfrac"] == expected["clipfrac"]
 
-    optimizer = torch.optim.Adam(params, LEARNING_RATE, eps=1e-8, fused=True)
-    loss = partial(ppg_procgen.auxiliary_phase_loss, agent, args)
-    mb = {"obs": obs, "old_logprobs": old_logprobs, "returns": batch["returns"].flatten()}
+    optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-8, fused=True)
+    update = partial(ppg_procgen.update, agent, args, optimizer, ppg_procgen.auxiliary_phase_loss)
+    mb = {"obs": obs, "old_all_logprobs": old_all_logprobs, "returns": batch["returns"].flatten()}
     for expected in published["aux_updates"]:
-        stats = ppg_procgen.update(optimizer, params, loss, 1, 0.0, **mb)
+        stats = update(**mb)
         close(stats["kl_loss"], expected["pol_distance"])
         close(stats["aux_value_loss"], expected["vf_aux"])
         close(stats["real_value_loss"], expected["vf_true"])
@@ -79,24 +78,23 @@ def test_ppg(name, data):
     near(outputs.aux_values.detach(), published["aux_values"])
 
 
-def test_ppo(data):
-    """Returns and three updates. Samples are ordered by environment, as in baselines."""
+def test_ppo(data, monkeypatch):
+    """Returns and three updates, with TensorFlow's Adam and pooling. Samples are ordered by environment."""
+    tensorflow_habits.install(monkeypatch.setattr)
     published = PUBLISHED["ppo"]
     _, returns = advantages_and_returns(ppo_procgen, data)
     np.testing.assert_allclose(returns, published["returns"], rtol=1e-6, atol=1e-6)
 
     agent, args = with_weights(ppo_procgen.Agent()), ppo_procgen.Args(cuda=False)
-    params = list(agent.parameters())
-    optimizer = ppo_procgen.make_tensorflow_adam(params, LEARNING_RATE, torch.device("cpu"))
-    batch = {x: data[x] for x in ("obs", "actions", "logprobs")} | {"returns": returns, "values": data["values"][:-1]}
+    optimizer = torch.optim.Adam(agent.parameters(), LEARNING_RATE, eps=1e-5)
+    batch = {"obs": data["obs"], "actions": data["actions"], "old_logprobs": data["logprobs"]}
+    batch |= {"returns": returns, "old_values": data["values"][:-1]}
     batch = {x: y.transpose(0, 1).flatten(0, 1) for x, y in batch.items()}
-    loss = partial(ppo_procgen.policy_phase_loss, agent, args)
     for k, expected in enumerate(published["updates"]):
         mb = {x: y[k * N * T // 4 : (k + 1) * N * T // 4] for x, y in batch.items()}
-        advantages = mb["returns"] - mb["values"]
+        advantages = mb["returns"] - mb["old_values"]
         mb["advantages"] = (advantages - advantages.mean()) / (advantages.std(correction=0) + 1e-8)
-        ppo_procgen.set_learning_rate(optimizer, LEARNING_RATE, k + 1)
-        stats = ppo_procgen.update(optimizer, params, loss, 1, args.max_grad_norm, **mb)
+        stats = ppo_procgen.update(agent, args, optimizer, ppo_procgen.policy_phase_loss, **mb)
         names = {"policy_entropy": "entropy", "approxkl": "approx_kl_k2"}
         for name, value in expected.items():
             close(stats[names.get(name, name)], value, err_msg=name)

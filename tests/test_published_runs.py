@@ -3,10 +3,12 @@ the real main, network and games, with the same first weights, levels, noise and
 
 import numpy as np
 import pytest
+import tensorflow_habits
 import torch
 from conftest import read_rows, train
 from published_code import weights
 from published_runs import PPG_COLUMNS, PPG_RUNS, PPO_COLUMNS, PPO_RUNS, RESULTS, Draws, N, Projections, T
+from worker import use_float64
 
 import ppg_procgen
 import ppo_procgen
@@ -64,6 +66,8 @@ def run(tmp_path, monkeypatch):
             project = Projections({name: x.shape for name, x in agents[0].named_parameters()})
             projections.append(project([x.detach().numpy() for x in agents[0].parameters()]))
 
+        if script is ppo_procgen:
+            tensorflow_habits.install(monkeypatch.setattr)
         monkeypatch.setattr(script, "Agent", FixedAgent)
         monkeypatch.setattr(script, "sample_action", sample_action)
         monkeypatch.setattr(script.Logger, "log", log)
@@ -91,8 +95,7 @@ SLOW = ("shared", "separate", "clipping", "kl")  # with these, the default tests
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in RUNS])
 def test_whole_run(name, run, published, monkeypatch):
     """In float64 what differs is rounding alone."""
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    torch.set_default_dtype(torch.float64)
+    use_float64(RUNS[name][0], monkeypatch.setattr)
     try:
         trace = run(name)
     finally:

@@ -1,16 +1,14 @@
 """Whole runs of the scripts on real procgen, in small."""
 
 import ast
-import contextlib
 import copy
 import json
-import math
 import os
 import re
 import shlex
 import subprocess
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 
 import numpy as np
@@ -23,6 +21,7 @@ from conftest import (
     TINY,
     as_flags,
     comparable,
+    interrupt,
     level_seeds,
     make_args,
     parse,
@@ -36,7 +35,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ppg_procgen
 import ppo_procgen
-from ppg_procgen import Args, ProcgenVectorEnv, UsageError
+from ppg_procgen import Args, ProcgenVectorEnv
 
 
 @pytest.fixture
@@ -44,8 +43,8 @@ def updates(monkeypatch):
     """Records (optimizer, names of what was trained, minibatch, statistics) of each optimizer step."""
     recorded = []
 
-    def update(original, optimizer, *rest, **minibatch):
-        stats = original(optimizer, *rest, **minibatch)
+    def update(original, agent, args, optimizer, *rest, **minibatch):
+        stats = original(agent, args, optimizer, *rest, **minibatch)
         recorded.append((optimizer, set(stats), minibatch, {name: x.item() for name, x in stats.items()}))
         return stats
 
@@ -62,7 +61,8 @@ def test_budget_is_spent_whole_and_phases_fall_where_they_should(run, capsys):
     rows = read_rows(run(total_timesteps=5 * 64 + 63))
     assert [int(row["global_step"]) for row in rows] == [64, 128, 192, 256, 320]
     assert [row.get("losses/aux/kl_loss", "") != "" for row in rows] == [False, True, False, True, False]
-    assert "iterations 1 to 5 of 1 x 4 environments x 16 steps; 320 steps in all" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "5 iterations of 1 x 4 environments x 16 steps" in output and "2 auxiliary phases" in output
 
 
 def test_only_every_kth_auxiliary_phase_with_aux_interval(trained):
@@ -128,7 +128,7 @@ def test_the_buffer_holds_full_rollouts_with_the_policy_as_the_phase_begins(run,
     for _, _, minibatch, _ in aux:
         with torch.no_grad():
             expected = before[4](minibatch["obs"]).logits.log_softmax(-1)
-        torch.testing.assert_close(minibatch["old_logprobs"], expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(minibatch["old_all_logprobs"], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["dual", "detach", "ppo"])
@@ -172,7 +172,7 @@ def test_targets_are_those_of_generalised_advantage_estimation_on_what_was_playe
     torch.testing.assert_close(minibatch["advantages"].sort()[0], scaled.flatten().sort()[0], atol=1e-4, rtol=1e-4)
     for i, k in enumerate(order):
         expected = values[:-1].flatten()[k], logprobs[k, minibatch["actions"][i]], scaled.flatten()[k]
-        found = torch.stack([minibatch[name][i] for name in ("values", "logprobs", "advantages")])
+        found = torch.stack([minibatch[name][i] for name in ("old_values", "old_logprobs", "advantages")])
         torch.testing.assert_close(found, torch.stack(expected), atol=1e-4, rtol=1e-4)
 
 
@@ -214,7 +214,7 @@ def test_value_epochs_come_first_with_their_own_optimizer(run, updates):
     run(total_timesteps=64, e_value=2, e_policy=2, e_auxiliary=0)
     assert all({"value_loss", "policy_loss"} <= names for _, names, _, _ in updates) and len(updates) == 4
     # each epoch shuffles the samples anew, and has each of them once
-    epochs = [torch.cat([minibatch["logprobs"] for *_, minibatch, _ in updates[i : i + 2]]) for i in (0, 2)]
+    epochs = [torch.cat([minibatch["old_logprobs"] for *_, minibatch, _ in updates[i : i + 2]]) for i in (0, 2)]
     assert not torch.equal(*epochs) and torch.equal(epochs[0].sort()[0], epochs[1].sort()[0])
 
 
@@ -228,9 +228,9 @@ def test_optimizers_of_the_phases(run, updates, single):
 def test_annealing_follows_global_progress(run, monkeypatch):
     rates, original = [], ppg_procgen.update
 
-    def update(optimizer, *rest, **minibatch):
+    def update(agent, args, optimizer, *rest, **minibatch):
         rates.append(optimizer.param_groups[0]["lr"].item())
-        return original(optimizer, *rest, **minibatch)
+        return original(agent, args, optimizer, *rest, **minibatch)
 
     monkeypatch.setattr(ppg_procgen, "update", update)
     rows = read_rows(run(anneal_lr=True, learning_rate=1e-3, aux_learning_rate=4e-3))
@@ -240,54 +240,20 @@ def test_annealing_follows_global_progress(run, monkeypatch):
     assert rates == pytest.approx(sum(expected, []))
 
 
-def test_ppo_normalizes_advantages_by_minibatch(run, monkeypatch):
-    seen, original = [], ppo_procgen.update
-
-    def update(optimizer, params, loss_fn, num_parts, max_grad_norm, **minibatch):
-        seen.append((minibatch["advantages"], max_grad_norm))
-        return original(optimizer, params, loss_fn, num_parts, max_grad_norm, **minibatch)
-
-    monkeypatch.setattr(ppo_procgen, "update", update)
+def test_ppo_normalizes_advantages_by_minibatch(run, updates):
     run(ppo_procgen, total_timesteps=64)
-    assert len(seen) == 3 * 2  # epochs * minibatches
-    for advantages, max_grad_norm in seen:
-        assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
-        assert advantages.std(correction=0).item() == pytest.approx(1, abs=1e-4)
-        assert max_grad_norm == 0.5
-
-
-@pytest.mark.parametrize("anneal_lr", [False, True])
-def test_ppo_steps_as_tensorflows_adam(run, monkeypatch, anneal_lr):
-    """m / (sqrt(v) + epsilon), its bias corrections in the learning rate; and so again in a resumed run."""
-    updates, original = [], ppo_procgen.update
-
-    def flat(tensors):
-        return torch.cat([x.detach().double().flatten() for x in tensors])
-
-    def update(optimizer, params, *rest, **minibatch):
-        before, stats = flat(params), original(optimizer, params, *rest, **minibatch)
-        updates.append((before, flat(x.grad for x in params), flat(params)))
-        return stats
-
-    monkeypatch.setattr(ppo_procgen, "update", update)
-    run_dir = run(ppo_procgen, total_timesteps=256 if anneal_lr else 128, learning_rate=1e-3, anneal_lr=anneal_lr)
-    if not anneal_lr:
-        resume(ppo_procgen, run_dir, "--total-timesteps", 256)
-    assert len(updates) == 4 * 3 * 2  # iterations * epochs * minibatches
-    m = v = 0
-    for t, (before, grad, after) in enumerate(updates, start=1):
-        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
-        rate = 1e-3 * (1 - (t - 1) // 6 / 4) if anneal_lr else 1e-3
-        step = rate * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * m / (v.sqrt() + 1e-5)
-        assert torch.allclose(before - step, after, rtol=0, atol=2e-7)
-        assert step.abs().max() > 1e-4
+    assert len(updates) == 3 * 2  # epochs * minibatches
+    for optimizer, _, minibatch, _ in updates:
+        assert minibatch["advantages"].mean().item() == pytest.approx(0, abs=1e-6)
+        assert minibatch["advantages"].std(correction=0).item() == pytest.approx(1, abs=1e-4)
+        assert optimizer.defaults["eps"] == 1e-5
 
 
 def test_each_epoch_of_ppo_shuffles_the_samples_and_has_each_once(run, updates):
     run(ppo_procgen, total_timesteps=64, update_epochs=2)
-    epochs = [torch.cat([minibatch["logprobs"] for *_, minibatch, _ in updates[i : i + 2]]) for i in (0, 2)]
+    epochs = [torch.cat([minibatch["old_logprobs"] for *_, minibatch, _ in updates[i : i + 2]]) for i in (0, 2)]
     assert not torch.equal(*epochs) and torch.equal(epochs[0].sort()[0], epochs[1].sort()[0])
-    assert updates[0][2]["values"].shape == (32,)
+    assert updates[0][2]["old_values"].shape == (32,)
 
 
 # ---- flags
@@ -313,18 +279,17 @@ def test_defaults_are_the_published_settings():
 FLAGS = {
     "env_id": "bigfish", "total_timesteps": 192, "seed": 2, "distribution_mode": "hard", "num_levels": 1,
     "start_level": 5, "num_envs": 8, "num_steps": 32, "learning_rate": 1e-3, "anneal_lr": True, "gamma": 0.9,
-    "gae_lambda": 0.5, "reward_gamma": 0.5, "num_minibatches": 4, "num_grad_accum": 3, "e_policy": 2, "e_value": 2,
+    "gae_lambda": 0.5, "reward_gamma": 0.5, "num_minibatches": 4, "chunk_size": 7, "e_policy": 2, "e_value": 2,
     "clip_coef": 1e-4, "kl_coef": 1.0, "ent_coef": 0.1, "vf_coef": 1.0, "clip_vloss": True, "max_grad_norm": 0.01,
     "arch": "detach", "n_iteration": 1, "e_auxiliary": 2, "aux_learning_rate": 1e-3, "beta_clone": 0.0,
-    "num_aux_rollouts": 4, "num_aux_minibatches": 2, "num_aux_grad_accum": 3, "aux_interval": 2,
-    "single_optimizer": True, "aux_dtype": "bfloat16",
+    "num_aux_rollouts": 4, "num_aux_minibatches": 2, "aux_interval": 2, "single_optimizer": True,
+    "aux_dtype": "bfloat16",
 }  # fmt: skip
 PPO_FLAGS = {name: FLAGS[name] for name in FLAGS if name in {field.name for field in fields(ppo_procgen.Args)}}
 PPO_FLAGS |= {"update_epochs": 2, "clip_vloss": False}
 ELSEWHERE = {  # these change no number of the training; each has a test of its own
     "exp_name", "run_dir", "resume", "checkpoint_interval", "cuda", "track", "wandb_project_name", "wandb_entity",
-    "eval_interval", "eval_episodes", "capture_video", "env_threads", "aux_device",
-    "compile", "cuda_graphs", "tf32",
+    "eval_interval", "env_threads", "aux_device", "compile", "cuda_graphs", "tf32",
 }  # fmt: skip
 
 
@@ -354,106 +319,52 @@ def test_flags_that_must_not_change_the_run_do_not(run, trained):
     assert same(trained(), run(env_threads=2, exp_name="other", checkpoint_interval=1, aux_device="cpu"))
 
 
-def test_aliases():
-    args = parse(ppg_procgen, "--v-value", "3", "--n-aux-grad-accum", "2")
-    assert (args.e_value, args.num_aux_grad_accum) == (3, 2)
+def test_alias_of_cleanrl():
+    assert parse(ppg_procgen, "--v-value", "3").e_value == 3
 
 
 BAD = {
     "--env-id pacman": "pacman",
-    "--arch x": "arch",
+    "--distribution-mode extreme": "extreme",
     "--no-such-flag": "no-such-flag",
-    "--distribution-mode extreme --env-id bigfish": "have extreme mode",
-    "--distribution-mode exploration --env-id maze --num-levels 5": "single level",
-    "--num-minibatches 7": "must divide",
-    "--num-aux-rollouts 5": "must divide",
-    "--num-aux-minibatches 9999": "buffer",
-    "--total-timesteps 16383": "less than an iteration",
-    "--gamma 1.5": "gamma",
-    "--num-envs 0": "num_envs cannot be 0",
-    "--learning-rate nan": "learning_rate",
-    "--e-policy 0": "e_policy cannot be 0",
-    "--seed 9999999999": "seed",
-    "--start-level 2147483647 --num-levels 1": "levels",
-    "--start-level 5": "start_level",
+    "--num-minibatches 7": "num_minibatches must divide 16384 samples",
+    "--num-aux-rollouts 5": "num_aux_rollouts must divide 2048 rollouts",
+    "--num-aux-minibatches 9999": "2048 rollouts",
+    "--total-timesteps 16383": "total_timesteps must be at least 16384",
+    "--num-envs 0": "num_envs must be at least 1",
+    "--e-policy 0": "e_policy must be at least 1",
+    "--num-levels -1": "levels cannot be negative",
+    "--start-level 5": "start_level needs num_levels",
     "--clip-vloss --clip-coef 0": "clip_vloss",
-    "--single-optimizer --aux-learning-rate 1": "rate",
+    "--single-optimizer --aux-learning-rate 1": "single_optimizer has one learning rate",
     "--aux-device cuda --no-cuda": "aux_device cuda needs a GPU",
-    "--resume=": "resume",
-    "--num-envs 1000000": "less than an iteration",
-    "--num-envs 1000000 --total-timesteps 1000000000000": "GB of memory",
-    "--eval-interval 1 --eval-episodes 2147483647": "GB of memory",
-    "--num-envs 3000000000": "num_envs",
-    "--num-envs 2000000000 --num-steps 1 --total-timesteps 2000000000": "GB of memory",
+    "--resume=": "no run folder",
+    "--resume nothing": "'nothing' is no run folder",
 }
 
 
 @pytest.mark.parametrize("flags", BAD)
 def test_bad_flags_end_with_a_message_and_exit_code_2(tmp_path, monkeypatch, capsys, flags):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises((SystemExit, UsageError)) as end:
+    with pytest.raises(SystemExit) as end:
         parse(ppg_procgen, *shlex.split(flags))
-    assert getattr(end.value, "code", 2) == 2
-    message = capsys.readouterr().err + (str(end.value) if isinstance(end.value, UsageError) else "")
-    assert BAD[flags] in " ".join(message.replace("│", "").split())
+    errors = capsys.readouterr().err
+    assert end.value.code == 2 and BAD[flags] in " ".join(errors.replace("│", "").split())
+    assert "Traceback" not in errors
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_share_the_memory_of_their_machine(script, monkeypatch):
-    parse(script, "--no-cuda")
-    monkeypatch.setattr(script, "LOCAL_WORLD_SIZE", 1000)
-    with pytest.raises(script.UsageError, match="GB of memory"):
-        parse(script, "--no-cuda")
-
-
-def test_a_buffer_in_memory_must_fit(tmp_path, monkeypatch):
-    flags = ["--no-cuda", "--aux-device", "cpu", "--run-dir", tmp_path / "run", "--total-timesteps", 32 * 64 * 256]
-    monkeypatch.setattr(os, "sysconf", lambda _: 50_000)  # 2.5 GB of memory
-    with pytest.raises(UsageError, match="rollouts need 6.4 GB, but a rank has 2.5 GB of memory"):
-        train(ppg_procgen, parse(ppg_procgen, *flags))
-    assert not (tmp_path / "run").exists()
-    train(ppg_procgen, parse(ppg_procgen, *flags[:-1], 64 * 256, "--num-minibatches", 64))  # without a phase
-
-
-def test_ppo_needs_an_epoch():
-    with pytest.raises(ppo_procgen.UsageError, match="update_epochs cannot be 0"):
+def test_ppo_needs_an_epoch(capsys):
+    with pytest.raises(SystemExit):
         parse(ppo_procgen, "--update-epochs", 0)
+    assert "update_epochs must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flags", ["--resume=", "--num-envs 1000000", "--num-levels -1"])
-def test_bad_flags_from_the_command_line(command_line, script, flags):
-    result = command_line(script, *flags.split())
-    assert result.returncode == 2 and result.stdout == "" and "Traceback" not in result.stderr
-    assert result.stderr.count("\n") == 1 or "╭" in result.stderr  # a line, or tyro's frame
-
-
-BAD_RANKS = [{"WORLD_SIZE": "2"}, {"WORLD_SIZE": "two", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "2"}, {"RANK": "-1"}]
-
-
-@pytest.mark.parametrize("environment", BAD_RANKS, ids=str)
-def test_impossible_ranks_end_with_a_message_and_exit_code_2(command_line, script, environment):
-    result = command_line(script, **environment)
-    assert result.returncode == 2 and result.stdout == ""
-    words = " ".join(result.stderr.replace("│", "").split())
-    assert "must be as torchrun sets them" in words and "Traceback" not in words
-
-
-def test_a_folder_that_cannot_be_used_is_refused_in_one_line_and_stays_as_it_is(command_line, script, tmp_path):
-    (tmp_path / "file").touch()
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    for name in ("checkpoint.pt", "ppg_procgen.py", "notes.txt"):
-        (foreign / name).write_text("not ours")
-    own = tmp_path / "own"  # somebody's copy of the script, and nothing else
-    own.mkdir()
-    (own / f"{script.__name__}.py").write_text("not a run's")
-    before = snapshot(tmp_path)
-    not_empty = "is not empty"
-    for folder, message in ((tmp_path / "file" / "run", "Not a directory"), (foreign, not_empty), (own, not_empty)):
-        result = command_line(script, "--run-dir", folder)
-        assert result.returncode == 2 and message in result.stderr
-        assert result.stderr.count("\n") == 1 and result.stdout == ""
-        assert snapshot(tmp_path) == before
+def test_a_folder_with_files_is_refused_in_one_line_and_stays_as_it_is(command_line, script, tmp_path):
+    (tmp_path / "notes.txt").write_text("not ours")
+    result = command_line(script, "--run-dir", tmp_path)
+    assert result.returncode == 2 and result.stderr == f"{script.__name__}.py: {tmp_path} is not empty\n"
+    assert snapshot(tmp_path) == {"notes.txt": b"not ours"}
 
 
 def test_import_runs_and_prints_nothing(tmp_path):
@@ -475,8 +386,8 @@ def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
     args = parse(script, *as_flags(TINY | {"total_timesteps": 64, "seed": 5, "exp_name": "mine"}))
     assert re.fullmatch(r"runs/chaser__mine__5__\d{8}-\d{6}-[0-9a-f]{4}", args.run_dir)
     about = json.loads((train(script, args) / "args.json").read_text())
-    assert about["algorithm"] == script.__name__[:3] and about["args"] == asdict(args)
-    assert about["versions"]["torch"] == torch.__version__ and about["hardware"]["cores"] == os.cpu_count()
+    assert about["args"] == asdict(args)
+    assert about["torch"] == torch.__version__ and about["gpu"] is None
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     assert about["commit"].removesuffix("-dirty") == commit
     assert (tmp_path / args.run_dir / f"{script.__name__}.py").read_text() == (
@@ -484,8 +395,7 @@ def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
     ).read_text()
 
 
-def test_settings_of_the_readme_are_possible(monkeypatch):
-    monkeypatch.setattr(os, "sysconf", lambda _: 2**20)  # a terabyte of memory
+def test_settings_of_the_readme_are_possible():
     cells = re.findall(r"^\|.*\| `(--[^`]*)` \|$", (ROOT / "README.md").read_text(), re.M)
     assert len(cells) >= 8
     for flags in cells:
@@ -506,68 +416,28 @@ def test_the_command_of_the_readme(tmp_path):
     command = [sys.executable, "ppg_procgen.py", *flags, "--run-dir", str(tmp_path / "run")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and result.stderr == ""
-    assert re.findall(r"% \| step (\d+) \|", result.stdout) == ["64", "128", "192", "256"]
     rows = read_rows(tmp_path / "run")
     assert len(rows) == 4 and sum(row.get("losses/aux/kl_loss", "") != "" for row in rows) == 2
     files = {path.name for path in (tmp_path / "run").iterdir()}
     assert {"args.json", "metrics.csv", "agent.pt", "checkpoint.pt", "ppg_procgen.py"} < files
 
 
-def test_progress_and_time_left_count_each_phase_by_its_pace(tmp_path, monkeypatch, capsys):
-    """Four iterations: a rollout step takes 1 s, a policy epoch 8 s, an auxiliary minibatch 10 s."""
+def test_a_log_file_has_at_most_one_line_a_minute_and_no_control_codes(tmp_path, monkeypatch, capsys):
+    """Each step of the environments takes 2 s here: 32 s an iteration of 16 steps."""
     now = [1000.0]
+    original = ProcgenVectorEnv.step
+
+    def step(self, actions):
+        now[0] += 2
+        return original(self, actions)
+
     monkeypatch.setattr(ppg_procgen.time, "monotonic", lambda: now[0])
-    args = make_args(ppg_procgen, tmp_path, e_auxiliary=2)
-    args = replace(args, **ppg_procgen.choose_auto(args))
-    logger = ppg_procgen.Logger(args)
-    lines = []
-
-    def tick(seconds: float, *words) -> None:
-        now[0] += seconds
-        logger.last_show = -math.inf  # show every tick
-        logger.tick(*words)
-        lines.extend(capsys.readouterr().out.splitlines())
-
-    with contextlib.ExitStack() as cleanup:
-        logger.open({"args": asdict(args)}, cleanup)
-        capsys.readouterr()
-        for iteration in range(4):
-            for _ in range(16):
-                tick(1, "rollout")
-            tick(8, "policy_phase")
-            for epoch in range(2 * (iteration % 2)):
-                logger.updates = []
-                for _ in range(4):
-                    logger.updates.append({})
-                    tick(10, "aux_phase", f"auxiliary epoch {epoch + 1} of 2", 4)
-            logger.updates = []
-            logger.row["charts/mean_return_100"] = 3.0
-            logger.log()
-            lines.extend(capsys.readouterr().out.splitlines())
-    total = 4 * (16 + 8) + 2 * 2 * 4 * 10
-    assert now[0] == 1000 + total
-    said = [line for line in lines if line.startswith("at this speed")]  # a guess: no auxiliary phase yet
-    assert said == ["at this speed the whole run takes 02:40"] and lines.index(said[0]) == 17
-    percents = [int(line.split("%")[0]) for line in lines if line not in said]
-    assert percents == sorted(percents) and set(percents[-2:]) == {100} and 95 < percents[-3] < 100
-    in_phase = [line for line in lines if "auxiliary" in line]
-    assert len(in_phase) == 2 * 2 * 4
-    assert in_phase[7].endswith("| auxiliary epoch 2 of 2, minibatch 4 of 4 | 02:08 left | return 3.00")  # 48 + 80 s
-    assert len("100%|##########| auxiliary epoch 6 of 6, minibatch 512 of 512 | 61:12:33 left") <= 80
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lines", [0, 1])
-def test_a_reader_that_goes_does_not_end_the_run(tmp_path, lines):
-    """As with `| head -1`."""
-    command = [sys.executable, "ppo_procgen.py", *as_flags(CHEAP_PPO), f"--run-dir={tmp_path / 'run'}"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    for _ in range(lines):
-        process.stdout.readline()
-    process.stdout.close()
-    errors = process.stderr.read()
-    assert (process.wait(timeout=100), errors) == (0, "")
-    assert len(read_rows(tmp_path / "run")) == 4
+    monkeypatch.setattr(ProcgenVectorEnv, "step", step)
+    train(ppg_procgen, make_args(ppg_procgen, tmp_path / "run", total_timesteps=64 * 8, e_auxiliary=0))
+    captured = capsys.readouterr()
+    lines = [line for line in captured.out.splitlines() if line.startswith("step ")]
+    assert [line.split(",")[0] for line in lines] == ["step 64", "step 192", "step 320", "step 448"]
+    assert "\r" not in captured.out and captured.err == ""
 
 
 # ---- environments and statistics
@@ -582,13 +452,6 @@ def test_all_games_step_and_keep_uint8(env_id):
         obs, rewards, terminated, truncated, _ = envs.step(np.random.default_rng(0).integers(15, size=3))
         assert rewards.dtype == np.float32 and terminated.dtype == truncated.dtype == bool
     assert obs.std() > 0
-
-
-def test_all_modes_step():
-    for mode, games in ppg_procgen.GAMES_WITH_MODE.items():
-        for env_id in games:
-            Args(env_id=env_id, distribution_mode=mode)
-            assert ProcgenVectorEnv(env_id, 1, mode).reset()[0].std() > 0
 
 
 def test_levels_are_those_asked_for():
@@ -633,30 +496,6 @@ def test_the_seed_chooses_the_levels():
     assert (first == again).all() and (first != other).any()
 
 
-def test_each_seed_and_each_rank_has_games_of_its_own(script, monkeypatch, tmp_path):
-    """Rank 0 plays those of the seed itself; the weights of all ranks come from the seed."""
-
-    class Made(Exception):
-        """With the seed of the first environments."""
-
-    def make(env_id, num_envs, mode, seed, **options):
-        raise Made(seed, torch.initial_seed())
-
-    def seed_of_games(seed: int, rank: int) -> int:
-        monkeypatch.setattr(script, "RANK", 0)
-        args = make_args(script, tmp_path / "run", seed=seed)
-        monkeypatch.setattr(script, "RANK", rank)
-        with pytest.raises(Made) as made:
-            script.train(args, {}, contextlib.ExitStack())
-        assert made.value.args[1] == seed
-        return made.value.args[0]
-
-    monkeypatch.setattr(script, "ProcgenVectorEnv", make)
-    seeds = [[seed_of_games(seed, rank) for rank in range(4)] for seed in (1, 2)]
-    assert [row[0] for row in seeds] == [1, 2]
-    assert len({seed for row in seeds for seed in row}) == 8
-
-
 def test_ppo_same_seed_same_bits_other_seed_others(run, trained):
     first, again, other = run(ppo_procgen), trained(ppo_procgen), run(ppo_procgen, seed=2)
     assert same(first, again) and not same(first, other)
@@ -664,7 +503,7 @@ def test_ppo_same_seed_same_bits_other_seed_others(run, trained):
 
 def test_first_returns_of_ppo_are_as_large_as_in_the_published_runs():
     """Half their mean square is the first value loss of those runs (values are near 0), 0.61 to 0.70: rewards are
-    normalised step by step. With the statistics of the whole rollout it would be 0.2."""
+    normalized step by step. With the statistics of the whole rollout it would be 0.2."""
     N, T, envs = 64, 256, ProcgenVectorEnv("starpilot", 64, seed=1)
     rng, rewards, dones = np.random.default_rng(1), np.zeros((T, N)), np.ones((T + 1, N))
     for t in range(T):
@@ -690,8 +529,7 @@ def test_tensorboard_shows_what_the_table_holds(trained, script):
     rows = read_rows(run_dir)
     for name in rows[0]:
         expected = {int(row["global_step"]): float(row[name]) for row in rows if row[name] != ""}
-        tag = name if "/" in name else f"charts/{name}"
-        scalars = {event.step: event.value for event in events.Scalars(tag)}
+        scalars = {event.step: event.value for event in events.Scalars(name)}
         assert scalars == pytest.approx(expected, rel=1e-6)
     (text,) = events.Tensors("hyperparameters/text_summary")
     assert b"|num_envs|4|" in text.tensor_proto.string_val[0]
@@ -718,33 +556,35 @@ def test_speed_counts_the_whole_loop(trained):
     assert [row["time/aux_phase"] != "" for row in rows] == [False, True, False, True]
 
 
-def test_a_resumed_run_continues_its_own_in_weights_and_biases(run, monkeypatch, script):
+def test_any_number_that_a_user_logs_is_stored_as_a_float_and_does_not_harm_the_checkpoint(tmp_path, monkeypatch):
+    numbers = {"a": np.float32(1.5), "b": torch.tensor(2.5), "c": np.int64(3), "d": float("inf"), "e": np.array(4.0)}
+
+    def log(self, row, original=ppg_procgen.Logger.log):
+        original(self, row | numbers)
+
+    monkeypatch.setattr(ppg_procgen.Logger, "log", log)
+    run_dir = interrupt(ppg_procgen, make_args(ppg_procgen, tmp_path / "run"), 3 * 16)
+    resume(ppg_procgen, run_dir)
+    rows = read_rows(run_dir)
+    assert [[row[name] for name in numbers] for row in rows] == [["1.5", "2.5", "3.0", "", "4.0"]] * 4
+
+
+def test_weights_and_biases_are_asked_to_continue_the_run_of_the_folder(run, monkeypatch):
     import wandb
 
-    calls, metrics, logged = [], [], []
+    calls = []
     monkeypatch.setattr(wandb, "init", lambda **options: calls.append(options))
-    monkeypatch.setattr(wandb, "finish", lambda **options: calls.append(options))
-    monkeypatch.setattr(wandb, "define_metric", lambda *names, **options: metrics.append((names, options)))
-    monkeypatch.setattr(wandb, "log", logged.append)
-    run_dir = run(script, track=True, total_timesteps=64, wandb_project_name="project", wandb_entity="team")
-    resume(script, run_dir, "--total-timesteps", 128)
-    first, end, second, other_end = calls
-    assert first["config"]["total_timesteps"] == 64 and second["config"]["total_timesteps"] == 128
-    assert {name: first[name] for name in first if name != "config"} == {
-        name: second[name] for name in second if name != "config"
-    }
-    assert (first["project"], first["entity"], first["name"]) == ("project", "team", run_dir.name)
-    assert len(first["id"]) == 16 and first["resume"] == "allow"
-    assert metrics == [(("*",), {"step_metric": "global_step"})] * 2
-    # PPG goes back to the beginning of the phase
-    assert [row["global_step"] for row in logged] == ([64, 64, 128] if script is ppg_procgen else [64, 128])
-    assert "losses/policy_loss" in logged[0]
-    assert end == other_end == {"exit_code": 0}
+    run_dir = run(ppo_procgen, track=True, wandb_project_name="project", wandb_entity="team")
+    (options,) = calls
+    assert (options["project"], options["entity"], options["name"]) == ("project", "team", run_dir.name)
+    assert options["resume"] == "auto" and options["dir"] == str(run_dir) and options["sync_tensorboard"]
+    assert options["config"]["total_timesteps"] == 256
 
 
-def test_weights_and_biases_offline(command_line, tmp_path):
-    flags = [*as_flags(CHEAP_PPO), "--track", f"--run-dir={tmp_path / 'run'}"]
-    result = command_line(ppo_procgen, *flags, WANDB_MODE="offline", WANDB_SILENT="true")
+def test_weights_and_biases_offline(tmp_path):
+    command = [sys.executable, "ppo_procgen.py", *as_flags(CHEAP_PPO), "--track", f"--run-dir={tmp_path / 'run'}"]
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     (history,) = (tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb")
     assert history.read_bytes().count(b"losses/policy_loss") >= 4  # a record an iteration
@@ -766,13 +606,13 @@ def test_shared_definitions_are_the_same_word_for_word():
         return named
 
     ppg, ppo = definitions(ppg_procgen), definitions(ppo_procgen)
-    assert set(ppo) - set(ppg) == {"make_tensorflow_adam", "set_learning_rate"}
+    assert set(ppo) <= set(ppg)
     assert set(ppg) - set(ppo) == set(
-        "normalized_init auxiliary_phase_loss standardize choose_checkpoint Buffer".split()
+        "normalized_init aux_forward auxiliary_phase_loss buffer_path open_buffer".split()
     )
-    differ = "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent policy_phase_loss train RewardNormalizer "
-    differ += "speed_up count_work check_args choose_auto main parse_args ALGORITHM MAY_CHANGE"
-    assert {name for name in set(ppg) & set(ppo) if ppg[name] != ppo[name]} == set(differ.split())
+    differ = "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent RewardNormalizer policy_phase_loss train "
+    differ += "join_ranks save_checkpoint check_args MAY_CHANGE main"
+    assert {name for name in ppo if ppg[name] != ppo[name]} == set(differ.split())
 
 
 def test_inline_metadata_is_what_the_project_needs(script):
@@ -845,18 +685,24 @@ def final_return(run_dir) -> float:
     return float(read_rows(run_dir)[-1]["charts/mean_return_100"])
 
 
+def committed_runs(script, name: str) -> tuple[list[float], dict]:
+    """Final returns of the five committed runs on one level of starpilot, and their flags."""
+    folders = sorted((ROOT / "benchmark" / "results" / "small").glob(f"starpilot__{name}__?"))
+    assert len(folders) == 5
+    args = json.loads((folders[0] / "args.json").read_text())["args"] | {"cuda": False, "aux_dtype": "auto"}
+    names = {field.name for field in fields(script.Args) if field.init} & set(args)
+    flags = {name: args[name] for name in names - {"run_dir", "resume"}}
+    return [final_return(folder) for folder in folders], flags
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("script, name", [(ppg_procgen, "ppg_detach"), (ppo_procgen, "ppo_procgen")])
 def test_learns_as_it_did(run, script, name):
-    """A run of benchmark/small.sh again: not below what the five committed seeds predict (95 %) for another."""
-    committed = sorted((ROOT / "benchmark" / "results" / "small").glob(f"starpilot__{name}__?"))
-    returns = [final_return(folder) for folder in committed]
-    assert len(returns) == 5
+    """A run of check_learning.sh again: not below what the five committed seeds predict (95 %) for another."""
+    returns, flags = committed_runs(script, name)
     half = scipy.stats.t.ppf(0.975, 4) * np.std(returns, ddof=1) * (1 + 1 / 5) ** 0.5
-    args = json.loads((committed[0] / "args.json").read_text())["args"] | {"cuda": False, "aux_dtype": "auto"}
-    names = {field.name for field in fields(script.Args) if field.init} - {"run_dir"}
-    learned = final_return(run(script, **{name: args[name] for name in names}, small=False))
+    learned = final_return(run(script, **flags, small=False))
     print(f"{learned:.2f}, the committed ones {np.mean(returns):.2f} ± {half:.2f}")
     assert learned > np.mean(returns) - half
 

@@ -11,6 +11,7 @@ import signal
 import sys
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -109,6 +110,12 @@ def install_scripted(script, setattr, num_ranks: int, num_envs: int, rows: dict[
     setattr(script, "sample_action", sample_action)
     setattr(torch, "randperm", randperm)
     # float64 from rewards to weights: in float32 what differs by rounding differs in the third digit ten updates later
+    use_float64(script, setattr)
+
+
+def use_float64(script, setattr) -> None:
+    """Everything that a run computes; the caller restores torch's default dtype."""
+    setattr(script, "np", SimpleNamespace(**vars(np) | {"float32": np.float64}))
     setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
 
@@ -116,8 +123,9 @@ def install_scripted(script, setattr, num_ranks: int, num_envs: int, rows: dict[
 def install_recording(script, setattr, grads: bool) -> dict[str, list]:
     """Gives lists that fill with a hash of the parameters after each update and, if asked, with the gradients of it."""
 
-    def update(optimizer, params, *rest, **minibatch):
-        stats = original(optimizer, params, *rest, **minibatch)
+    def update(agent, *rest, **minibatch):
+        stats = original(agent, *rest, **minibatch)
+        params = list(agent.parameters())
         flat = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in params] if grads else []
         record["grads"].append(torch.cat(flat) if grads else None)
         data = torch.cat([param.detach().flatten() for param in params]).numpy().tobytes()
@@ -174,9 +182,6 @@ def main(name: str, options: dict, flags: list[str]) -> None:
     sys.orig_argv = ["python", *sys.argv]  # as if it had been started so
     try:
         script.main(script.parse_args())
-    except script.UsageError as error:
-        print(f"{name}.py: {error}", file=sys.stderr)
-        sys.exit(2)
     finally:
         if record:
             torch.save(record, f"{options['record']}{script.RANK}.pt")
