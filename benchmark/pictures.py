@@ -1,4 +1,4 @@
-"""The pictures of report.py: learning curves and performance profiles, with one color for one algorithm."""
+"""The pictures of report.py: learning curves and performance profiles. Each algorithm has its color."""
 
 from collections.abc import Iterable
 from itertools import cycle
@@ -6,20 +6,21 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # files only: a window needs a display
+matplotlib.use("Agg")  # files only, no display needed
 
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 import pandas as pd  # noqa: E402
 import seaborn as sns  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from rliable import plot_utils  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
+from rliable import library, plot_utils  # noqa: E402
 
-# Okabe and Ito's colors, safe for the color-blind
+# Okabe and Ito's colors, which color-blind readers can tell apart
 COLORS = {
     "ppg_procgen": "#0072B2",
     "ppg_procgen --arch detach": "#009E73",
-    "ppg_detach": "#009E73",  # the same, as sweeps name it
+    "ppg_detach": "#009E73",  # the same algorithm; sweeps use this name
     "ppo_procgen": "#D55E00",
     "cleanrl_ppg": "#CC79A7",
     "PPG (openai/phasic-policy-gradient)": "#56B4E9",
@@ -30,10 +31,10 @@ OTHER_COLORS = ["#882255", "#999933", "#332288", "#E69F00"]
 UNSEEN = ", unseen levels"  # ends the name of a group's curve on test levels
 CURVE = ["env_id", "group", "run"]
 NUM_BINS = 100  # points of a drawn curve
-PANEL_HEIGHT = {1: 3.2, 2: 2.6, 3: 2.2, 4: 1.7}  # inches, by the number of columns
-MIN_SCORE_RANGE = 0.05  # a profile over less shows noise
+WIDTH = 7  # inches of a whole picture
+MIN_SEEDS = 3  # fewer seeds have no interval: one of two seeds is wider than what it is about
 
-sns.set_theme(context="paper", style="whitegrid")
+sns.set_theme(context="paper", style="ticks", rc={"axes.grid": True, "grid.alpha": 0.4, "text.parse_math": False})
 
 
 def palette(groups: Iterable[str]) -> dict[str, str]:
@@ -51,85 +52,75 @@ def in_order(curves: pd.DataFrame) -> list[str]:
 
 
 def binned(curves: pd.DataFrame, x: str, limit: float) -> pd.DataFrame:
-    """Each run's mean in NUM_BINS bins of x, at the end of the bin, as a table of env_id, group, run, x and return.
+    """Each run's mean in NUM_BINS bins of x, as a table of x (the end of the bin), env_id, group, run and return.
 
-    Inside a run, bins without a value are interpolated, so that each point of a mean has the same runs. A point that at
-    most half of a group's runs have reached is left out.
+    Empty bins inside a run are interpolated, so that each point of a mean has the same runs. Points that at most half
+    of a group's runs have reached are left out. Over time, a run that has ended keeps its last value: else the mean
+    would jump where a fast seed ends.
     """
     width = limit / NUM_BINS
     bins = np.ceil(curves[x] / width) * width
     table = curves.groupby([bins, *CURVE]).episodic_return.mean().unstack(CURVE)
     table = table.interpolate(method="index", limit_area="inside")
-    points = table.stack(CURVE, future_stack=True).dropna().rename("episodic_return").reset_index()
-    reached = points.groupby([x, "env_id", "group"]).run.transform("nunique")
-    num_runs = points.groupby(["env_id", "group"]).run.transform("nunique")
-    return points[reached > num_runs / 2]
+    reached = table.notna().T.groupby(["env_id", "group"]).transform("mean").T
+    if x == "wall_time":
+        table = table.ffill()
+    return table[reached > 0.5].stack(CURVE, future_stack=True).dropna().rename("episodic_return").reset_index()
 
 
 def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> Figure:
     """Mean return over seeds with a band of one standard deviation, for x from 0 to limit, a panel a game."""
+    first = curves.groupby(CURVE).global_step.transform("min")
+    middle = curves.global_step - first / 2  # a published row is the mean over the steps since the row before
+    curves = curves.assign(global_step=curves.global_step.where(curves.own, middle))
     curves = curves[curves[x] <= limit]
     groups = in_order(curves)
     num_seeds = curves.groupby(["env_id", "group"]).run.nunique().groupby("group").max()
     label_of = {group: f"{group}, {num_seeds[group]} seed{'s' * (num_seeds[group] > 1)}" for group in groups}
     points = binned(curves, x, limit)
     points["label"] = points.group.map(label_of)
+    colors = {label_of[group]: color for group, color in palette(groups).items()}
+    solid = set(curves.group[curves.own]) or groups
+    dashes = {label_of[group]: "" if group in solid and not group.endswith(UNSEEN) else (2, 1) for group in groups}
     num_columns = min(4, curves.env_id.nunique())
-    height = PANEL_HEIGHT[num_columns]
-    grid = sns.relplot(
-        points,
-        kind="line",
-        x=x,
-        y="episodic_return",
-        col="env_id",
-        col_order=sorted(curves.env_id.unique()),
-        col_wrap=num_columns,
-        hue="label",
-        style="label",
-        hue_order=label_of.values(),
-        style_order=label_of.values(),
-        palette={label_of[group]: color for group, color in palette(groups).items()},
-        errorbar="sd",
-        height=height,
-        aspect=7 / num_columns / height,
-        facet_kws={"sharey": False},
-    )
-    grid.set_titles("{col_name}").set_axis_labels("", "").set(xlim=(0, limit))
-    grid.figure.supxlabel(label, fontsize="medium", y=0)
-    grid.figure.supylabel("Episodic return", fontsize="medium", x=0)
+    height = 1.2 + 2.2 / num_columns
+    panels = {"col": "env_id", "col_order": sorted(curves.env_id.unique()), "col_wrap": num_columns}
+    panels |= {"height": height, "aspect": WIDTH / num_columns / height}
+    panels["facet_kws"] = {"sharey": False, "legend_out": False}
+    lines = {"hue": "label", "hue_order": colors, "palette": colors, "style": "label", "dashes": dashes}
+    lines |= {"errorbar": "sd", "err_kws": {"linewidth": 0}}
+    grid = sns.relplot(points, kind="line", x=x, y="episodic_return", **panels, **lines)
+    grid.set_titles("{col_name}").set_axis_labels(label, "Episodic return").set(xlim=(0, limit))
+    for ax in grid.axes.flat:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     phases = curves.loc[curves.aux_phase, x].unique()
     if num_columns == 1 and x == "global_step" and len(phases):
-        ax = grid.ax
-        ax.vlines(phases, 0, 1, transform=ax.get_xaxis_transform(), color="0.6", linewidth=0.6)
+        ax.vlines(phases, 0, 1, transform=ax.get_xaxis_transform(), color="0.6", linewidth=0.8)
         ax.set_title(f"{ax.get_title()} (vertical lines: ends of auxiliary phases)")
     grid.tight_layout()
-    sns.move_legend(grid, "lower center", bbox_to_anchor=(0.5, 1), ncols=2, title=None)
+    sns.move_legend(grid, "lower center", bbox_to_anchor=(0.5, 1), ncols=2, title=None, frameon=False)
     return grid.figure
 
 
-def draw_profiles(thresholds: np.ndarray, profiles: dict[str, np.ndarray], intervals: dict[str, np.ndarray]) -> Figure:
-    """The share of runs, over all games, whose score lies above each threshold."""
-    fig, ax = plt.subplots(figsize=(4, 3))
-    dashes = dict(zip(profiles, cycle(["-", "--", ":", "-."]), strict=False))
-    plot_utils.plot_performance_profiles(
-        profiles,
-        thresholds,
-        performance_profile_cis=intervals,
-        ax=ax,
-        colors=palette(profiles),
-        linestyles=dashes,
-        labelsize="medium",
-        ticklabelsize="medium",
-        xlabel="Score",
-        ylabel="Fraction of runs with a higher score",
-    )
-    fig.legend(loc="lower center", bbox_to_anchor=(0.5, 1))
+def draw_profiles(scores: dict[str, np.ndarray], reps: int) -> Figure:
+    """rliable's performance profiles: the share of runs, over all games, whose score lies above each threshold."""
+    lowest = min(matrix.min() for matrix in scores.values())
+    highest = max(matrix.max() for matrix in scores.values())
+    thresholds = np.linspace(min(0, lowest), highest, 101)
+    np.random.seed(0)  # rliable draws from numpy's global generator
+    profiles, intervals = library.create_performance_profile(scores, thresholds, reps=reps)
+    bands = {group: intervals[group] for group in scores if len(scores[group]) >= MIN_SEEDS}
+    fig, ax = plt.subplots(figsize=(WIDTH / 1.75, 3))
+    look = {"colors": palette(scores), "labelsize": "medium", "ticklabelsize": "medium"}
+    look |= {"xlabel": "Score", "ylabel": "Fraction of runs with a higher score"}
+    plot_utils.plot_performance_profiles(profiles, thresholds, bands, ax=ax, **look)
+    fig.legend(loc="lower center", bbox_to_anchor=(0.5, 0.9), frameon=False)
     return fig
 
 
-def save(fig: Figure, path: Path, caption: str) -> str:
+def picture(fig: Figure, path: Path, caption: str) -> str:
     """Save as PNG and SVG; returns the Markdown that shows it."""
     for suffix in (".png", ".svg"):
-        fig.savefig(path.with_suffix(suffix), dpi=200, bbox_inches="tight")
+        fig.savefig(f"{path}{suffix}", dpi=200, bbox_inches="tight")
     plt.close(fig)
     return f"![{path.name}]({path.name}.png)\n\n*{caption}*"
