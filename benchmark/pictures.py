@@ -1,249 +1,126 @@
-"""The pictures of report.py and dynamics.py: one look, and one colour for one algorithm."""
+"""The pictures of report.py: learning curves and performance profiles. Each algorithm has its color."""
 
-import math
 from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib
-import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from rliable import library
 
-# Okabe and Ito's colours, safe for the colour-blind; line styles tell curves apart in black and white
-COLOURS = {
+matplotlib.use("Agg")  # files only, no display needed
+
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+import pandas as pd  # noqa: E402
+import seaborn as sns  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
+from rliable import library, plot_utils  # noqa: E402
+
+# Okabe and Ito's colors, which color-blind readers can tell apart
+COLORS = {
     "ppg_procgen": "#0072B2",
     "ppg_procgen --arch detach": "#009E73",
-    "ppg_detach": "#009E73",  # the same, as sweeps name it
+    "ppg_detach": "#009E73",  # the same algorithm; sweeps use this name
     "ppo_procgen": "#D55E00",
     "cleanrl_ppg": "#CC79A7",
     "PPG (openai/phasic-policy-gradient)": "#56B4E9",
-    "PPO (openai/phasic-policy-gradient)": "0.3",
-    "PPO (openai/train-procgen)": "0.3",
+    "PPO (openai/phasic-policy-gradient)": "#4D4D4D",
+    "PPO (openai/train-procgen)": "#4D4D4D",
 }
-OTHER_COLOURS = ["#882255", "#999933", "#332288", "#E69F00"]
-LINES = ["-", "--", "-.", (0, (6, 1, 1, 1, 1, 1))]
-PUBLISHED_LINES = [(0, (1, 1)), (0, (3, 1, 1, 1)), (0, (1, 2))]
-STYLE = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-    "legend.handlelength": 2.4,
-    "legend.handletextpad": 0.5,
-    "legend.columnspacing": 1,
-    "lines.markersize": 2.5,
-    "svg.hashsalt": "report",  # the same data give the same file
-    "text.parse_math": False,  # a name with a dollar is no formula
-}
-MIN_SEEDS = 3  # below, seeds are shown one by one: an interval of two is wider than what it is about
+OTHER_COLORS = ["#882255", "#999933", "#332288", "#E69F00"]
+UNSEEN = ", unseen levels"  # ends the name of a group's curve on test levels
+CURVE = ["env_id", "group", "run"]
 NUM_BINS = 100  # points of a drawn curve
+WIDTH = 7  # inches of a whole picture
+MIN_SEEDS = 3  # fewer seeds have no interval: one of two seeds is wider than what it is about
+
+sns.set_theme(context="paper", style="ticks", rc={"axes.grid": True, "grid.alpha": 0.4, "text.parse_math": False})
 
 
-class Group(NamedTuple):
-    """What shares a line in a picture and a column in a table."""
-
-    own: bool  # ours, or published
-    name: str
-    split: str
-
-
-GROUP = list(Group._fields)
-CURVE = [*GROUP, "env_id", "seed", "run"]
+def palette(groups: Iterable[str]) -> dict[str, str]:
+    """A color for each group. A group's curves on training and on unseen levels share it."""
+    others = cycle(OTHER_COLORS)
+    names = dict.fromkeys(group.removesuffix(UNSEEN) for group in groups)
+    color_of = {name: COLORS.get(name) or next(others) for name in names}
+    return {group: color_of[group.removesuffix(UNSEEN)] for group in groups}
 
 
-def ordered_groups(curves: pd.DataFrame) -> list[Group]:
-    """Ours first, train before test."""
-    groups = curves[GROUP].drop_duplicates().sort_values(GROUP, ascending=[False, True, False])
-    return [Group(*row) for row in groups.itertuples(index=False)]
+def in_order(curves: pd.DataFrame) -> list[str]:
+    """The groups: ours first, then published ones."""
+    groups = curves[["own", "group"]].drop_duplicates()
+    return groups.sort_values(["own", "group"], ascending=[False, True]).group.tolist()
 
 
-def group_titles(groups: list[Group]) -> dict[Group, str]:
-    """The groups' names, with the split where there are several."""
-    several = len({group.split for group in groups}) > 1
-    return {group: f"{group.name}, {group.split} levels" if several else group.name for group in groups}
+def binned(curves: pd.DataFrame, x: str, limit: float) -> pd.DataFrame:
+    """Each run's mean in NUM_BINS bins of x, as a table of x (the end of the bin), env_id, group, run and return.
 
-
-def colours(names: Iterable[str]) -> dict[str, str]:
-    others = cycle(OTHER_COLOURS)
-    return {name: COLOURS.get(name) or next(others) for name in dict.fromkeys(names)}
-
-
-def line_styles(groups: list[Group]) -> dict[Group, dict]:
-    """Colour and line by name, dots for test levels. Published curves are dotted where there are curves of ours."""
-    ours, published = cycle(LINES), cycle(PUBLISHED_LINES)
-    any_own = any(group.own for group in groups)
-    colour_of, line_of, styles = colours(group.name for group in groups), {}, {}
-    for group in groups:
-        if group.name not in line_of:
-            line_of[group.name] = next(ours if group.own or not any_own else published)
-        marker = "o" if group.split == "test" else None
-        look = {"color": colour_of[group.name], "linestyle": line_of[group.name]}
-        styles[group] = look | {"linewidth": 1.3, "marker": marker}
-    return styles
-
-
-def panels(number: int, num_legend_lines: int) -> tuple[Figure, list[Axes]]:
-    """A figure as wide as a page, with panels that share their x axis; the lowest of each column shows its numbers."""
-    num_columns = min(4, number)
-    num_rows = math.ceil(number / num_columns)
-    height = {1: 3.2, 2: 2.6, 3: 2, 4: 1.4}[num_columns]
-    fig = Figure(figsize=(7, height * num_rows + 0.4 + 0.08 * num_legend_lines), layout="constrained")
-    axes = fig.subplots(num_rows, num_columns, sharex=True, squeeze=False).flatten()
-    for ax in axes[number:]:
-        ax.remove()
-    for ax in axes[number - num_columns : number]:
-        ax.tick_params(labelbottom=True)
-    return fig, list(axes[:number])
-
-
-def binned(curves: pd.DataFrame, x: str, limit: float, bins: int = NUM_BINS) -> pd.DataFrame:
-    """The runs of a group on one axis: a column a run, a row a bin of x, labelled by the bin's end. Bins without a
-    point are interpolated inside a run, and stay empty outside it."""
-    edges = np.linspace(0, limit, bins + 1)
-    ends = pd.cut(curves[x], edges, labels=edges[1:], include_lowest=True)
-    table = curves.groupby([ends, "run"], observed=False).episodic_return.mean().unstack()
-    return table.set_axis(edges[1:]).interpolate(limit_area="inside")
-
-
-def curve_caption(bin_width: str, curves: pd.DataFrame, ended: str = "") -> str:
-    caption = (
-        f"Mean return of the last 100 episodes, averaged in each run over bins of {bin_width}; bins without data are "
-        "interpolated. Line: mean over seeds; band: ± one sample standard deviation. It is drawn while more than half "
-        f"of the seeds last; a cross marks where the first of them ends{ended}. Below three seeds, each is a line."
-    )
-    if "test" in set(curves.split):
-        caption += " Dots: unseen levels."
-    if not curves.own.all():
-        caption += " Dotted: published curves." if curves.own.any() else ""
-        caption += " Published points are means over many updates, drawn at the middle of these."
-    return caption
-
-
-def num_seeds_text(curves: pd.DataFrame) -> str:
-    """How many runs a game has."""
-    counts = curves.groupby("env_id").run.nunique()
-    fewest = "" if counts.min() == counts.max() else f"{counts.min()} to "
-    return f"{fewest}{counts.max()} seed{'s' if counts.max() > 1 else ''}"
-
-
-def draw_mean(ax: Axes, table: pd.DataFrame, style: dict, keep_last: bool) -> None:
-    """Mean over seeds with a band of one standard deviation. keep_last: a run that has ended keeps its last value, else
-    the mean over time jumps when a fast seed ends."""
-    num_runs = table.count(axis=1)
-    if keep_last:
+    Empty bins inside a run are interpolated, so that each point of a mean has the same runs. Points that at most half
+    of a group's runs have reached are left out. Over time, a run that has ended keeps its last value: else the mean
+    would jump where a fast seed ends.
+    """
+    width = limit / NUM_BINS
+    bins = np.ceil(curves[x] / width) * width
+    table = curves.groupby([bins, *CURVE]).episodic_return.mean().unstack(CURVE)
+    table = table.interpolate(method="index", limit_area="inside")
+    reached = table.notna().T.groupby(["env_id", "group"]).transform("mean").T
+    if x == "wall_time":
         table = table.ffill()
-    table = table[num_runs > table.shape[1] / 2]
-    if table.empty:
-        return
-    mean, spread = table.mean(axis=1), table.std(axis=1)
-    ax.fill_between(mean.index, mean - spread, mean + spread, color=style["color"], alpha=0.2, linewidth=0)
-    draw_line(ax, mean, style)
-    first_end = num_runs.index[num_runs == num_runs.max()][-1]
-    if first_end < mean.index[-1]:
-        ax.plot(first_end, mean[first_end], "x", color=style["color"], markersize=5)
+    return table[reached > 0.5].stack(CURVE, future_stack=True).dropna().rename("episodic_return").reset_index()
 
 
-def draw_line(ax: Axes, values: pd.Series, style: dict) -> None:
-    if len(values) == 1:
-        style = style | {"marker": "o"}  # a line of one point cannot be seen
-    ax.plot(values, **style, markevery=((len(values) - 1) % 8, 8))
-
-
-@matplotlib.rc_context(STYLE)
-def draw_curves(curves: pd.DataFrame, x: str, limit: float) -> Figure:
-    """Returns for x from 0 to limit, a panel a game. A single game has room for the ends of the auxiliary phases."""
-    window = curves.groupby(CURVE).global_step.diff().fillna(curves.global_step)
-    middle = curves.global_step - window / 2  # a published row is a mean over the steps since the row before it
-    curves = curves.assign(global_step=np.where(curves.own, curves.global_step, middle))
+def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> Figure:
+    """Mean return over seeds with a band of one standard deviation, for x from 0 to limit, a panel a game."""
+    first = curves.groupby(CURVE).global_step.transform("min")
+    middle = curves.global_step - first / 2  # a published row is the mean over the steps since the row before
+    curves = curves.assign(global_step=curves.global_step.where(curves.own, middle))
     curves = curves[curves[x] <= limit]
-    games, groups = sorted(set(curves.env_id)), ordered_groups(curves)
-    titles, styles = group_titles(groups), line_styles(groups)
-    if x == "global_step":
-        unit, scale = ("millions", 1e6) if limit >= 1e6 else ("thousands", 1e3)
-    else:
-        unit, scale = ("hours", 3600) if limit >= 7200 else ("minutes", 60)
-    fig, axes = panels(len(games), len(groups))
-    by_panel = dict(list(curves.groupby(["env_id", *GROUP])))
-    for ax, game in zip(axes, games, strict=True):
-        for group in reversed([group for group in groups if (game, *group) in by_panel]):  # ours over published ones
-            table = binned(by_panel[(game, *group)], x, limit)
-            table = table.set_axis(table.index / scale)
-            if table.shape[1] >= MIN_SEEDS:
-                draw_mean(ax, table, styles[group], keep_last=x == "wall_time")
-                continue
-            width = 1.3 if table.shape[1] == 1 else 0.8
-            for run in table:
-                draw_line(ax, table[run].dropna(), styles[group] | {"linewidth": width})
-        ax.set_title(game)
-        ax.set_xlim(0, limit / scale)
-        ax.locator_params(nbins=4 if len(games) > 1 else 8)
-    fig.supxlabel(f"Environment steps ({unit})" if x == "global_step" else f"Wall-clock time ({unit})", fontsize=8)
-    fig.supylabel("Episodic return", fontsize=8)
-    by_group = dict(list(curves.groupby(GROUP)))
-    labels = {group: f"{titles[group]}, {num_seeds_text(by_group[group])}" for group in groups}
-    handles = [Line2D([], [], label=labels[group], **styles[group]) for group in groups]
-    phases = curves.global_step[curves.aux_phase].unique() / scale
-    if len(games) == 1 and x == "global_step" and len(phases):
-        look = {"color": "0.6", "linewidth": 0.6, "label": "end of an auxiliary phase"}
-        handles.append(axes[0].vlines(phases, 0, 1, transform=axes[0].get_xaxis_transform(), zorder=0, **look))
-    longest = max(len(label) for label in labels.values())
-    fig.legend(handles=handles, loc="outside upper center", ncols=2 if longest < 45 else 1)
-    return fig
+    groups = in_order(curves)
+    num_seeds = curves.groupby(["env_id", "group"]).run.nunique().groupby("group").max()
+    label_of = {group: f"{group}, {num_seeds[group]} seed{'s' * (num_seeds[group] > 1)}" for group in groups}
+    points = binned(curves, x, limit)
+    points["label"] = points.group.map(label_of)
+    colors = {label_of[group]: color for group, color in palette(groups).items()}
+    solid = set(curves.group[curves.own]) or groups
+    dashes = {label_of[group]: "" if group in solid and not group.endswith(UNSEEN) else (2, 1) for group in groups}
+    num_columns = min(4, curves.env_id.nunique())
+    height = 1.2 + 2.2 / num_columns
+    panels = {"col": "env_id", "col_order": sorted(curves.env_id.unique()), "col_wrap": num_columns}
+    panels |= {"height": height, "aspect": WIDTH / num_columns / height}
+    panels["facet_kws"] = {"sharey": False, "legend_out": False}
+    lines = {"hue": "label", "hue_order": colors, "palette": colors, "style": "label", "dashes": dashes}
+    lines |= {"errorbar": "sd", "err_kws": {"linewidth": 0}}
+    grid = sns.relplot(points, kind="line", x=x, y="episodic_return", **panels, **lines)
+    grid.set_titles("{col_name}").set_axis_labels(label, "Episodic return").set(xlim=(0, limit))
+    for ax in grid.axes.flat:
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    phases = curves.loc[curves.aux_phase, x].unique()
+    if num_columns == 1 and x == "global_step" and len(phases):
+        ax.vlines(phases, 0, 1, transform=ax.get_xaxis_transform(), color="0.6", linewidth=0.8)
+        ax.set_title(f"{ax.get_title()} (vertical lines: ends of auxiliary phases)")
+    grid.tight_layout()
+    sns.move_legend(grid, "lower center", bbox_to_anchor=(0.5, 1), ncols=2, title=None, frameon=False)
+    return grid.figure
 
 
-@matplotlib.rc_context(STYLE)
-def draw_measurements(lines: list[tuple[str, pd.DataFrame, dict]], columns: list[str], x_label: str) -> Figure:
-    """A panel a column. lines: label, table and look of each run; a label appears once in the legend."""
-    fig, axes = panels(len(columns), len(lines))
-    handles = {}
-    for ax, column in zip(axes, columns, strict=True):
-        for label, table, look in lines:
-            if column in table:
-                [handles[label]] = ax.plot(table[column].dropna(), **look)
-        ax.set_title(column)
-    fig.supxlabel(x_label, fontsize=8)
-    fig.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=2)
-    return fig
-
-
-def share_above(scores: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
-    """What rliable computes by default, but for all thresholds at once, which is 13 times faster."""
-    return (scores[..., None] > thresholds).mean(axis=(0, 1))
-
-
-@matplotlib.rc_context(STYLE)
-def draw_profiles(matrices: dict[Group, np.ndarray], reps: int) -> Figure:
+def draw_profiles(scores: dict[str, np.ndarray], reps: int) -> Figure:
     """rliable's performance profiles: the share of runs, over all games, whose score lies above each threshold."""
-    scores = np.concatenate([matrix.ravel() for matrix in matrices.values()])
-    low = min(0, scores.min())
-    thresholds = np.linspace(low, max(scores.max(), low + 0.01), 101)
-    np.random.seed(0)  # as in estimates
-    profiles, intervals = library.create_performance_profile(
-        matrices, thresholds, custom_profile_func=share_above, reps=reps
-    )
-    titles, styles = group_titles(list(matrices)), line_styles(list(matrices))
-    fig = Figure(figsize=(3.5, 2.4 + 0.15 * len(matrices)), layout="constrained")
-    ax = fig.subplots()
-    for group, matrix in matrices.items():
-        if len(matrix) >= MIN_SEEDS:
-            ax.fill_between(thresholds, *intervals[group], color=styles[group]["color"], alpha=0.2, linewidth=0)
-        ax.plot(thresholds, profiles[group], **styles[group], markevery=8, label=titles[group])
-    ax.set(xlabel="Normalised score τ", ylabel="Fraction of runs with score > τ", ylim=(0, 1), xlim=thresholds[[0, -1]])
-    fig.legend(loc="outside upper center")
+    lowest = min(matrix.min() for matrix in scores.values())
+    highest = max(matrix.max() for matrix in scores.values())
+    thresholds = np.linspace(min(0, lowest), highest, 101)
+    np.random.seed(0)  # rliable draws from numpy's global generator
+    profiles, intervals = library.create_performance_profile(scores, thresholds, reps=reps)
+    bands = {group: intervals[group] for group in scores if len(scores[group]) >= MIN_SEEDS}
+    fig, ax = plt.subplots(figsize=(WIDTH / 1.75, 3))
+    look = {"colors": palette(scores), "labelsize": "medium", "ticklabelsize": "medium"}
+    look |= {"xlabel": "Score", "ylabel": "Fraction of runs with a higher score"}
+    plot_utils.plot_performance_profiles(profiles, thresholds, bands, ax=ax, **look)
+    fig.legend(loc="lower center", bbox_to_anchor=(0.5, 0.9), frameon=False)
     return fig
 
 
-@matplotlib.rc_context(STYLE)
 def picture(fig: Figure, path: Path, caption: str) -> str:
     """Save as PNG and SVG; returns the Markdown that shows it."""
-    fig.savefig(path.with_suffix(".png"), dpi=200)
-    fig.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    for suffix in (".png", ".svg"):
+        fig.savefig(f"{path}{suffix}", dpi=200, bbox_inches="tight")
+    plt.close(fig)
     return f"![{path.name}]({path.name}.png)\n\n*{caption}*"
