@@ -86,7 +86,6 @@ def level_states(game: str, mode: str, levels: list[int]) -> dict:
     for level in levels:
         envs = ProcgenVectorEnv(game, 1, mode, num_threads=0, num_levels=1, start_level=level)
         states += envs.state_dict()["games"]
-        envs.close()
     return {"games": states}
 
 

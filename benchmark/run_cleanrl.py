@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs with nothing installed
 from ppg_procgen import EpisodeStatistics  # noqa: E402
 
-COLUMNS = ["iteration", "global_step", "wall_time", "charts/SPS", "episodes"]
+COLUMNS = ["iteration", "global_step", "wall_time", "charts/SPS"]
 COLUMNS += ["charts/episodic_return", "charts/episodic_length", "charts/mean_return_100"]
 
 
