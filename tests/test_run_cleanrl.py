@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, read_rows
 
-from ppg_procgen import ProcgenVectorEnv
+from ppg_procgen import EpisodeStatistics, ProcgenVectorEnv
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.version_info >= (3, 13), reason="procgen has no wheel")]
 
@@ -42,12 +42,14 @@ def test_all_episodes_are_counted_on_the_chosen_levels(tmp_path):
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     envs = ProcgenVectorEnv("bossfight", 4, num_levels=1, start_level=7, seed=3)
-    dones = np.zeros((128, 4), int)
+    rewards, dones = np.zeros((2, 128, 4))
     for t, line in enumerate(lines):
-        obs, _, dones[t], _, _ = envs.step(np.full(4, t % 15))
+        obs, rewards[t], dones[t], _, _ = envs.step(np.full(4, t % 15))
         assert line == {"level": 7, "seen": int(obs.sum())}
     rows = read_rows(tmp_path / "run")
     assert [(row["iteration"], row["global_step"]) for row in rows] == [("1", "256"), ("2", "512")]
+    expected = EpisodeStatistics(4).update(rewards, dones)["charts/mean_return_100"]
+    assert float(rows[-1]["charts/mean_return_100"]) == pytest.approx(expected)
     args = json.loads((tmp_path / "run" / "args.json").read_text())["args"]
     assert (args["num_iterations"], args["start_level"]) == (2, 7)
 
