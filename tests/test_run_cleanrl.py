@@ -33,7 +33,7 @@ for t in range(int(args.total_timesteps) // 4):
 def run_script(folder, *flags):
     (folder / "script.py").write_text(SCRIPT)
     argv = [sys.executable, ROOT / "benchmark" / "run_cleanrl.py", "script.py", "--run-dir", "run", *flags]
-    argv += "--env-id bossfight --exp-name other --seed 3 --num-envs 4 --num-steps 64 --n-iteration 2".split()
+    argv += "--env-id starpilot --exp-name other --seed 3 --num-envs 4 --num-steps 64 --n-iteration 2".split()
     return subprocess.run(list(map(str, argv)), cwd=folder, capture_output=True, text=True)
 
 
@@ -41,7 +41,7 @@ def test_all_episodes_are_counted_on_the_chosen_levels(tmp_path):
     result = run_script(tmp_path, "--total-timesteps", 512, "--num-levels", 1, "--start-level", 7, "--chatter", 1)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-    envs = ProcgenVectorEnv("bossfight", 4, num_levels=1, start_level=7, seed=3)
+    envs = ProcgenVectorEnv("starpilot", 4, num_levels=1, start_level=7, seed=3)
     rewards, dones = np.zeros((2, 128, 4))
     for t, line in enumerate(lines):
         obs, rewards[t], dones[t], _, _ = envs.step(np.full(4, t % 15))
