@@ -204,21 +204,11 @@ def test_a_killed_sweep_takes_its_runs_along_and_its_copy_continues(lab):
     assert lab.starts(1) == ["start", "resume"] and lab.is_whole("waits")
 
 
-def test_dry_run_prints_commands_for_a_shell(lab):
-    code, output = lab.sweep("fine", "fine.2", flags=["--dry-run"])
-    assert code == 0 and not lab.folder.exists()
-    subprocess.run(["bash", "-e"], input=output, text=True, check=True)
-    assert lab.is_whole("fine", "fine.2")
-
-
 BAD_ARGUMENTS = """
---env-ids a
 --env-ids a --command true 'true x'
 --env-ids a --command 'true --seed 3'
---env-ids a --command 'true --run_dir=x'
 --env-ids a --command 'nosuchprogram x'
 --env-ids a --command true --workers 0
---env-ids a --command true --num-seeds many
 """
 
 
@@ -295,11 +285,10 @@ def test_the_commands_of_the_shell_scripts_are_good(name, tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ppg", "ppo"])
-def test_training_runs_of_a_killed_sweep_are_whole_after_the_same_call(name, tmp_path):
-    argv = ["bash", ROOT / "benchmark" / f"{name}.sh", "--folder", tmp_path, "--env-ids", "bigfish", "--num-seeds", "2"]
+def test_training_runs_of_a_killed_sweep_are_whole_after_the_same_call(tmp_path):
+    argv = ["bash", ROOT / "benchmark" / "ppg.sh", "--folder", tmp_path, "--env-ids", "bigfish", "--num-seeds", "2"]
     environment = os.environ | {"TINY": "1", "CUDA_VISIBLE_DEVICES": ""}
-    runs = [tmp_path / "runs" / f"bigfish__{name}_procgen__{seed}" for seed in (1, 2)]
+    runs = [tmp_path / "runs" / f"bigfish__ppg_procgen__{seed}" for seed in (1, 2)]
     first = subprocess.Popen(argv, env=environment)
     wait_for((runs[1] / "metrics.csv").exists)
     first.kill()
