@@ -28,7 +28,7 @@ def apply(*titles):
         for block in re.findall(r"```diff\n(.*?)```", section(title), re.S):
             lines = block.splitlines(keepends=True)
             before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in ("- ", "+ "))
-            assert source.count(before) == 1, f"the recipe's lines are not, or not once, in the file:\n{before}"
+            assert source.count("\n" + before) == 1, f"the recipe's lines are not, or not once, in the file:\n{before}"
             source = source.replace(before, after)
     return source
 
