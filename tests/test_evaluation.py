@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 import torch
 import tyro
-from conftest import ROOT, comparable, level_seeds, make_args, read_rows, train
+from conftest import comparable, level_seeds, make_args, read_rows, train
 
 import ppg_procgen
 import ppo_procgen
@@ -191,9 +191,3 @@ def test_bad_arguments_are_refused(flags, tmp_path, monkeypatch, capsys):
     assert end.value.code == 2
     assert REFUSED[flags] in capsys.readouterr().err
     assert not (tmp_path / "evaluation").exists()
-
-
-@pytest.mark.slow
-def test_the_committed_agent_gets_what_the_readme_says(tmp_path, capsys):
-    command(ROOT / "benchmark" / "results" / "small" / "starpilot_level_0", "--levels", "train", "--out", tmp_path)
-    assert "easy train, 128 episodes: 7.77 ± 0.11, 7.54 to 7.99" in capsys.readouterr().out

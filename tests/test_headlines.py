@@ -1,0 +1,106 @@
+"""The figures of README.md and benchmark/results/README.md, computed again from the committed metrics."""
+
+import re
+
+import pandas as pd
+import pytest
+import scipy.stats
+import tyro
+from conftest import ROOT
+
+from benchmark import evaluate
+
+RESULTS = ROOT / "benchmark" / "results"
+README = (ROOT / "README.md").read_text().replace("\n", " ")
+TEXT = (RESULTS / "README.md").read_text()
+CURVES = pd.read_csv(ROOT / "benchmark" / "reference" / "procgen_curves.csv.gz")
+RETURN, VARIANCE, KL = "charts/mean_return_100", "losses/explained_variance", "losses/aux/kl_loss"
+
+
+def table(beginning: str) -> list[tuple[str, list[list[str]]]]:
+    """The table of the results whose header has this beginning: of each row, its first cell, the numbers of others."""
+    lines = TEXT[TEXT.index(f"\n| {beginning}") + 1 :].split("\n\n")[0].splitlines()
+    rows = [line.replace("−", "-").strip("| ").split(" | ") for line in lines[2:]]
+    return [(name, [re.findall(r"-?\d+\.\d+", cell) for cell in cells]) for name, *cells in rows]
+
+
+def run(name: str) -> pd.DataFrame:
+    return pd.read_csv(RESULTS / name / "metrics.csv").set_index("iteration")
+
+
+def block(name: str) -> slice:
+    return slice(*map(int, name.split("–")))
+
+
+def mean(rows: pd.DataFrame, column: str) -> list[str]:
+    return [f"{rows[column].mean():.2f}"]
+
+
+def published(env_id: str, iterations: slice) -> list[str]:
+    """The returns of the published PPO's seeds, rising. A row is the mean of 16 iterations."""
+    step = 16_384 * (iterations.start + 15)
+    rows = CURVES[(CURVES.algorithm == "ppo") & (CURVES.distribution_mode == "easy") & (CURVES.num_levels == 0)]
+    return [f"{x:.2f}" for x in sorted(rows[(rows.env_id == env_id) & (rows.global_step == step)].episodic_return)]
+
+
+def test_bigfish():
+    ppg, ppo = run("ppg_detach_bigfish_1"), run("ppo_bigfish_1_long")
+    for name, cells in table("iterations | return, PPG"):
+        rows, ppo_rows = ppg.loc[block(name)], ppo.loc[block(name)]
+        returns = [mean(rows, RETURN), mean(ppo_rows, RETURN), published("bigfish", block(name))]
+        assert cells == [*returns, mean(rows, VARIANCE), mean(ppo_rows, VARIANCE)]
+    best, second, seeds = ([f"{float(x):.1f}" for x in cell] for cell in cells[:3])
+    assert f"it gets {best[0]}, our PPO {second[0]}, the published PPO runs {seeds[0]} to {seeds[2]}." in README
+
+
+def test_auxiliary_phases_of_bigfish():
+    ppg = run("ppg_detach_bigfish_1")
+    phases = table("phase, after iteration")
+    assert [int(k) for k, _ in phases] == ppg.index[ppg[KL].notna()].tolist()
+    for k, cells in phases:
+        before, after = ppg.loc[int(k) - 3 : int(k)], ppg.loc[int(k) + 1 : int(k) + 4]
+        assert cells[0] == [f"{ppg.loc[int(k), KL]:.4f}"]
+        assert cells[1:] == [mean(rows, column) for column in (VARIANCE, RETURN) for rows in (before, after)]
+
+
+def test_a_quarter_of_the_auxiliary_updates():
+    runs = run("ppg_detach_bigfish_1"), run("ppg_128_bigfish_1")
+    for name, cells in table("iterations | return, 512"):
+        columns = [RETURN, VARIANCE, "losses/entropy"]
+        assert cells == [mean(rows.loc[block(name)], column) for column in columns for rows in runs]
+
+
+@pytest.mark.parametrize("env_id, seeds", [("starpilot", (1, 2)), ("fruitbot", (7, 8))])
+def test_one_million_steps(env_id, seeds):
+    ppg, ppo, seeds_of_ppo = [cells for name, cells in table("updates") if name.startswith(env_id)]
+    for k, iterations in enumerate([slice(1, 16), slice(17, 32), slice(33, 48), slice(49, 61)]):
+        assert ppg[k] == mean(run(f"ppg_detach_{env_id}_1").loc[iterations], RETURN)
+        assert ppo[k] == mean(pd.concat([run(f"ppo_{env_id}_{seed}").loc[iterations] for seed in seeds]), RETURN)
+        assert seeds_of_ppo[k] == published(env_id, iterations)[::2]
+
+
+def test_one_level():
+    rows = pd.read_csv(RESULTS / "small" / "metrics.csv.gz")
+    last = rows.groupby("run")[["global_step", "wall_time"]].max()
+    last[RETURN] = rows[rows.global_step > 0.95 * 32_768].groupby("run")[RETURN].mean()
+    last = last.reset_index()
+    last[["env_id", "name", "seed"]] = last.run.str.split("__", expand=True)
+    names = ["ppg_detach", "cleanrl_ppg", "ppg_procgen", "ppo_procgen"]
+    for name, (_, cells) in zip(names, table("| starpilot, level 0")[1:], strict=True):
+        runs = last[last.name == name]
+        for k, env_id in enumerate(["starpilot", "dodgeball", "ninja"]):
+            values = runs[runs.env_id == env_id][RETURN]
+            half = scipy.stats.t.ppf(0.975, 4) * values.sem()
+            assert len(values) == 5
+            assert cells[k] == [f"{x:.2f}" for x in (values.mean(), values.mean() - half, values.mean() + half)]
+        speed = (runs.global_step / runs.wall_time).median()
+        assert f" | {speed:.0f} | {(runs.wall_time / 60).median():.2f} |" in TEXT
+
+
+@pytest.mark.slow
+def test_the_committed_agent(tmp_path, capsys):
+    flags = ["--no-cuda", str(RESULTS / "small" / "starpilot_level_0"), "--levels", "train", "--out", str(tmp_path)]
+    evaluate.main(tyro.cli(evaluate.Args, args=flags))
+    [figure] = re.findall(r"easy train, 128 episodes: (\S+ ± \S+),", capsys.readouterr().out)
+    assert f"gets {figure} over 128 episodes" in TEXT
+    assert f"gets {figure}, random" in README
