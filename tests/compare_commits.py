@@ -67,10 +67,9 @@ def differences(old: tuple[dict, pd.DataFrame], new: tuple[dict, pd.DataFrame]) 
     (old_weights, old_rows), (new_weights, new_rows) = old, new
     assert old_weights.keys() == new_weights.keys() and len(old_rows) == len(new_rows) == 5
     found = [name for name, x in old_weights.items() if not torch.equal(x, new_weights[name])]
-    for name in [
-        name for name in old_rows if name in new_rows and not name.startswith(("time/", "wall", "charts/SPS"))
-    ]:
-        if not np.allclose(old_rows[name], new_rows[name], rtol=1e-6, atol=1e-6, equal_nan=True):
+    for name in old_rows.columns.intersection(new_rows.columns):
+        is_time = name.startswith(("time/", "wall_time", "charts/SPS"))
+        if not is_time and not np.allclose(old_rows[name], new_rows[name], rtol=1e-6, atol=1e-6, equal_nan=True):
             found.append(name)
     return found
 
