@@ -27,19 +27,13 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = {"env_id": "chaser", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 256, "cuda": False}
 TINY_PPG = TINY | {"n_iteration": 2, "num_aux_rollouts": 2, "e_auxiliary": 1, "aux_dtype": "float32"}
 # for what starts the real command line: the real network at its cheapest, two phases in a fifth of a second
-CHEAP_PPO = TINY | {"num_envs": 2, "num_steps": 8, "total_timesteps": 64}
-CHEAP_PPG = TINY_PPG | CHEAP_PPO | {"arch": "detach"}
+CHEAP_PPG = TINY_PPG | {"num_envs": 2, "num_steps": 8, "total_timesteps": 64, "arch": "detach"}
 
 
 @pytest.fixture(autouse=True)
 def seed():
     """A test draws the same numbers whichever ran before."""
     torch.manual_seed(0)
-
-
-def snapshot(folder: Path) -> dict[str, bytes | bool]:
-    """Every file's content, and False for a folder."""
-    return {str(path.relative_to(folder)): path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
 def level_seeds(envs) -> list[int]:
@@ -63,17 +57,9 @@ def train(script, args, small: bool = True) -> Path:
 
 def interrupt(script, args, k: int, small: bool = True) -> Path:
     """As train, but Ctrl-C comes in the k-th step of the environments."""
-
-    def step(self, actions):
-        if next(calls) == k:
-            raise KeyboardInterrupt
-        return original(self, actions)
-
-    original, calls = script.ProcgenVectorEnv.step, itertools.count(1)
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
-        patch.setattr(script.ProcgenVectorEnv, "step", step)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="130"):
+        worker.install_kill(script, patch.setattr, "ProcgenVectorEnv.step", k, signal.SIGINT)
         train(script, args, small)
-    assert end.value.code == 130
     return Path(args.run_dir)
 
 
@@ -142,48 +128,39 @@ class Process:
     """A process of its own, forked from one that has imported what scripts need, which takes seconds."""
 
     def __init__(self, folder: Path, *task, **environment: str) -> None:
-        self.folder = folder
+        self.files = [folder / "out", folder / "err"]
         folder.mkdir()
-        (folder / "out").touch()
-        self.process = multiprocessing.get_context("forkserver").Process(
-            target=worker.begin, args=(folder, environment, *task)
-        )
+        for file in self.files:
+            file.touch()
+        context = multiprocessing.get_context("forkserver")
+        self.process = context.Process(target=worker.begin, args=(self.files, environment, *task))
         self.process.start()
-        self.pid = self.process.pid
 
     def end(self, timeout: float = 120) -> subprocess.CompletedProcess:
         self.process.join(timeout)
-        if self.process.exitcode is None:
-            self.process.kill()
-            self.process.join()
-        out, err = ((self.folder / name).read_text() for name in ("out", "err"))
-        return subprocess.CompletedProcess(self.pid, self.process.exitcode, out, err)
+        self.process.kill()  # nothing, if it has ended
+        self.process.join()
+        return subprocess.CompletedProcess((), self.process.exitcode, *(file.read_text() for file in self.files))
 
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
-    """start(script, options, *flags) begins SCRIPT.py FLAGS with what options replace in it, or if they are None the
-    file itself, as from a shell. Named arguments are its environment."""
+    """start(script, options, *flags) begins SCRIPT.py FLAGS with what options replace in it (worker.py). Named
+    arguments are its environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
         multiprocessing.set_forkserver_preload(["worker", "pytest"])
         multiprocessing.forkserver.ensure_running()
-    folder, counter, started = tmp_path_factory.mktemp("processes"), iter(range(10000)), []
+    folder, started = tmp_path_factory.mktemp("processes"), []
 
-    def start(script, options: dict | None, *flags, **environment: str) -> Process:
+    def start(script, options: dict, *flags, **environment: str) -> Process:
         task = script.__name__, options, list(map(str, flags))
-        started.append(Process(folder / str(next(counter)), *task, **environment))
+        started.append(Process(folder / str(len(started)), *task, **environment))
         return started[-1]
 
     yield start
     for process in started:
         process.process.kill()
-
-
-@pytest.fixture(scope="session")
-def command_line(start):
-    """command_line(script, *flags): the result of SCRIPT.py FLAGS from a shell."""
-    return lambda script, *flags, **environment: start(script, None, *flags, **environment).end()
 
 
 def wait_for(condition, seconds: float = 100) -> None:

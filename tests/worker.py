@@ -1,12 +1,10 @@
 """A script in a process of its own, with some functions replaced: forked by conftest.py, or as a rank by torchrun with
 `worker.py SCRIPT OPTIONS FLAGS...`, OPTIONS in JSON."""
 
-import hashlib
 import importlib
 import itertools
 import json
 import os
-import runpy
 import signal
 import sys
 from operator import attrgetter
@@ -48,64 +46,47 @@ class ScriptedGames:
     obs_shape, num_actions, rank = (64, 64, 3), 15, 0
 
     def __init__(self, env_id: str, num_envs: int, mode: str, seed: int, **options) -> None:
-        self.num_envs, self.t = num_envs, 0
-        self.numbers = self.rank * num_envs + np.arange(num_envs)
-
-    def observe(self) -> np.ndarray:
-        return np.stack([np.random.default_rng([i, self.t]).integers(256, size=(64, 64, 3)) for i in self.numbers])
+        self.numbers, self.t = self.rank * num_envs + np.arange(num_envs), 0
 
     def reset(self) -> tuple[np.ndarray, dict]:
-        self.obs = self.observe().astype(np.uint8)
+        draws = [np.random.default_rng([number, self.t]) for number in self.numbers]
+        self.obs = np.stack([draw.integers(256, size=self.obs_shape, dtype=np.uint8) for draw in draws])
         return self.obs, {}
 
-    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict]:
+    def step(self, actions: np.ndarray) -> tuple:
         rewards = ((self.obs[:, 0, 0, 0] + 37 * actions) % 11 / 3 - 1).astype(np.float32)
         self.t += 1
         done = (self.t + self.numbers) % 7 == 0
         return self.reset()[0], rewards, done, np.zeros_like(done), {}
 
-    def close(self) -> None:
-        pass
-
     def state_dict(self) -> dict:
-        return {"t": self.t}
-
-    def load_state_dict(self, state: dict) -> None:
-        self.t = state["t"]
+        return {}
 
 
-def install_scripted(script, setattr, num_ranks: int, num_envs: int, rows: dict[str, int]) -> None:
-    """Have num_ranks ranks of num_envs games do the very same as one process of all the games: scripted games and
-    actions, and in the one process minibatches that are the ranks' together. rows: the number of minibatches that a
-    permutation of a rank's so many samples or rollouts makes. Sets torch's default dtype."""
+def install_scripted(script, setattr) -> None:
+    """Have two ranks of two games do the very same as one process of all four: scripted games and actions, and in the
+    one process minibatches that are the ranks' together, two an epoch. Sets torch's default dtype."""
+    action_calls, permutation_calls = itertools.count(), itertools.count()
 
     def sample_action(logits, generator=None):
         call, logprobs = next(action_calls), logits.log_softmax(-1)
         first = script.RANK * len(logits)
         uniform = [np.random.default_rng([first + e, call, 1]).random() for e in range(len(logits))]
-        below = logprobs.exp().cumsum(-1) < torch.tensor(uniform).unsqueeze(-1)
-        actions = below.sum(-1).clamp(max=logits.shape[-1] - 1)
+        actions = (logprobs.exp().cumsum(-1)[:, :-1] < torch.tensor(uniform).unsqueeze(-1)).sum(-1)
         return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
     def randperm(n, **_):
         call = next(permutation_calls)
         if script.NUM_RANKS > 1:
             return torch.from_numpy(np.random.default_rng([call, script.RANK, 2]).permutation(n))
-        n, parts = n // num_ranks, []
-        for rank in range(num_ranks):  # index row * num_envs + e of the rank, where row is a step or an iteration
-            row, e = np.divmod(np.random.default_rng([call, rank, 2]).permutation(n), num_envs)
-            parts.append((row * num_ranks * num_envs + rank * num_envs + e).reshape(rows[str(n)], -1))
+        parts = []
+        for rank in range(2):  # index row * 2 + e of the rank, where row is a step or an iteration
+            row, e = np.divmod(np.random.default_rng([call, rank, 2]).permutation(n // 2), 2)
+            parts.append((row * 4 + rank * 2 + e).reshape(2, -1))
         return torch.from_numpy(np.concatenate(parts, 1).flatten())
 
-    def std_mean(x, original=torch.std_mean, **options):
-        """PPO normalises the advantages of each rank's minibatch on their own."""
-        parts = [original(part, **options) for part in x.chunk(num_ranks)]
-        size = len(x) // num_ranks
-        return [torch.cat([part[i].expand(size) for part in parts]) for i in range(2)]
-
-    if script.__name__ == "ppo_procgen" and script.NUM_RANKS == 1:
-        setattr(torch, "std_mean", std_mean)
-    action_calls, permutation_calls = itertools.count(), itertools.count()
+    if script.__name__ == "ppo_procgen":  # it would normalize the advantages of each rank's minibatch on their own
+        setattr(torch, "std_mean", lambda x, **_: (1.0, 0.0))
     setattr(script, "ProcgenVectorEnv", type("Games", (ScriptedGames,), {"rank": script.RANK}))
     setattr(script, "sample_action", sample_action)
     setattr(torch, "randperm", randperm)
@@ -120,19 +101,17 @@ def use_float64(script, setattr) -> None:
     torch.set_default_dtype(torch.float64)
 
 
-def install_recording(script, setattr, grads: bool) -> dict[str, list]:
-    """Gives lists that fill with a hash of the parameters after each update and, if asked, with the gradients of it."""
+def install_recording(script, setattr) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A list that fills with all gradients and all parameters after each update."""
 
     def update(agent, *rest, **minibatch):
         stats = original(agent, *rest, **minibatch)
         params = list(agent.parameters())
-        flat = [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in params] if grads else []
-        record["grads"].append(torch.cat(flat) if grads else None)
-        data = torch.cat([param.detach().flatten() for param in params]).numpy().tobytes()
-        record["hashes"].append(hashlib.sha256(data).hexdigest())
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in params]
+        record.append(tuple(torch.cat([x.detach().flatten() for x in part]) for part in (grads, params)))
         return stats
 
-    original, record = script.update, {"grads": [], "hashes": []}
+    original, record = script.update, []
     setattr(script, "update", update)
     return record
 
@@ -151,53 +130,35 @@ def install_kill(script, setattr, target: str, k: int, number: int = signal.SIGK
     setattr(owner, name, counting)
 
 
-def install_poison(script, setattr, k: int) -> None:
-    """Make the k-th loss of the policy phase nan."""
-
-    def loss(*args, **kwargs):
-        value, stats = original(*args, **kwargs)
-        bad = torch.nan if next(calls) == k else 1.0
-        return value * bad, stats | {"policy_loss": stats["policy_loss"] * bad}
-
-    original, calls = script.policy_phase_loss, itertools.count(1)
-    setattr(script, "policy_phase_loss", loss)
-
-
 def main(name: str, options: dict, flags: list[str]) -> None:
-    """SCRIPT.py FLAGS with what options replace; those of kill and poison are for one rank."""
+    """SCRIPT.py FLAGS with what options replace; a kill may be of one rank."""
     script, record = importlib.import_module(name), None
     if "WORLD_SIZE" in os.environ:
         importlib.reload(script)  # a forked process has read another environment
-    if options.get("small", True):
-        script.ImpalaCNN = SmallCNN
+    script.ImpalaCNN = SmallCNN
     if "scripted" in options:
-        install_scripted(script, setattr, **options["scripted"])
+        install_scripted(script, setattr)
     if "record" in options:
-        record = install_recording(script, setattr, "scripted" in options)
-    for option, install in {"kill": install_kill, "poison": install_poison}.items():
-        values = dict(options.get(option, {"rank": -1}))
-        if values.pop("rank", 0) == script.RANK:
-            install(script, setattr, **values)
+        record = install_recording(script, setattr)
+    kill = options.get("kill", {"rank": -1})
+    if kill.pop("rank", 0) == script.RANK:
+        install_kill(script, setattr, **kill)
     sys.argv = [sys.argv[0] if "TORCHELASTIC_RUN_ID" in os.environ else f"{name}.py", *flags]
     sys.orig_argv = ["python", *sys.argv]  # as if it had been started so
     try:
         script.main(script.parse_args())
     finally:
-        if record:
+        if record is not None:
             torch.save(record, f"{options['record']}{script.RANK}.pt")
 
 
-def begin(folder: Path, environment: dict[str, str], name: str, options: dict | None, flags: list[str]) -> None:
-    """A forked process, its output in files of the folder."""
+def begin(files: list[Path], environment: dict[str, str], name: str, options: dict, flags: list[str]) -> None:
+    """A forked process, whose output and errors go to two files."""
     os.environ.update(environment)
     os.chdir(ROOT)
-    for number, stream in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / stream, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    if options is not None:
-        main(name, options, flags)
-    else:
-        sys.argv = [f"{name}.py", *flags]
-        runpy.run_path(f"{name}.py", run_name="__main__")
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    main(name, options, flags)
 
 
 if __name__ == "__main__":
