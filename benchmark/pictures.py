@@ -66,7 +66,7 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> plt.F
     curves = curves[curves[x] <= limit]
     groups = in_order(curves)
     num_seeds = curves.groupby(["env_id", "group"]).run.nunique().groupby("group").max()
-    label_of = {group: f"{group}, {num_seeds[group]} seed{'s' * (num_seeds[group] > 1)}" for group in groups}
+    label_of = {group: f"{group}, {num_seeds[group]} seed{'' if num_seeds[group] == 1 else 's'}" for group in groups}
     colors = {label_of[group]: color for group, color in palette(groups).items()}
     solid = set(curves.group[curves.own & ~curves.group.str.endswith(UNSEEN)]) or groups
     dashes = {label_of[group]: "" if group in solid else (2, 1) for group in groups}

@@ -41,9 +41,9 @@ PER_RUN_FLAGS = ["env_id", "seed", "run_dir", "resume", "track", "checkpoint_int
 
 CURVE_CAPTION = "Mean return of the last 100 episodes: mean over seeds ± one standard deviation."
 STEP_TEXT = (
-    "Mean return of the last 100 episodes, averaged in each run over the steps from {start:,.0f} to {step:,.0f}, or its "
-    "last row before (`--step` chooses another step). Mean ± standard deviation [Student's 95 % interval of the mean] "
-    "(number of seeds); with fewer than three seeds, the value of each."
+    "Mean return of the last 100 episodes, averaged in each run over the steps from {start:,.0f} to {step:,.0f}, or "
+    "its last row before (`--step` chooses another step). Mean ± standard deviation [Student's 95 % interval of the "
+    "mean] (number of seeds); with fewer than three seeds, the value of each."
 )
 SCORE_TEXT = (
     "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper: 0 for an agent that cannot see "
