@@ -67,18 +67,18 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue with its flags
-    checkpoint_interval: int = 4  # in iterations: a job must outlast one auxiliary phase
-    eval_interval: int = 0  # iterations between evaluations on unseen levels; 0: none
+    checkpoint_interval: int = 4  # iterations between checkpoints; --n-iteration if B is in memory
+    eval_interval: int = 0  # iterations between evaluations on levels above those of training
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
-    chunk_size: int = 0  # observations in a pass; 0: 512 on a CPU, 16384 on a GPU (no memory: 512)
+    chunk_size: int = 0  # observations in a pass (out of memory: 512); 0: 512, on a GPU 16384
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
     # environments
-    distribution_mode: Literal["easy", "hard"] = "easy"
+    distribution_mode: Literal["easy", "hard"] = "easy"  # Procgen's difficulty
     num_levels: int = 0  # training levels; 0: all
     start_level: int = 0  # first training level, with --num-levels
     num_envs: int = 64  # N: parallel environments of each rank
@@ -90,7 +90,7 @@ class Args:
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     reward_gamma: float = 0.99  # discount in the normalization of rewards
-    num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
+    num_minibatches: int = 8  # minibatches of an epoch over each rank's N * T samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1  # E_V: value epochs
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
@@ -106,7 +106,7 @@ class Args:
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's learning rate in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi], the behavioral cloning loss
-    num_aux_rollouts: int = 4  # full rollouts of an auxiliary minibatch
+    num_aux_rollouts: int = 4  # full rollouts of each rank in an auxiliary minibatch
     num_aux_minibatches: int = 0  # minibatches of an auxiliary epoch; 0: all
     aux_interval: int = 1  # run only every k-th auxiliary phase
     single_optimizer: bool = False  # one Adam with --learning-rate, as in CleanRL
@@ -115,24 +115,24 @@ class Args:
     # derived
     device: str = field(init=False)
     num_ranks: int = field(init=False)
-    batch_size: int = field(init=False)
+    batch_size: int = field(init=False)  # samples of one rank's rollout
     num_iterations: int = field(init=False)
     num_phases: int = field(init=False)  # auxiliary phases of the whole run
 
     def __post_init__(self) -> None:
-        """Check the arguments, derive sizes, settle what is chosen automatically."""
+        """Check the arguments, derive sizes, resolve automatic choices."""
         counts = ["num_envs", "num_steps", "num_minibatches", "e_policy", "checkpoint_interval"]
         for name in [*counts, "n_iteration", "num_aux_rollouts", "aux_interval"]:
             require(getattr(self, name) > 0, f"{name} must be at least 1")
         on_gpu = self.cuda and torch.cuda.is_available()
         self.device = f"cuda:{LOCAL_RANK}" if on_gpu else "cpu"
         self.num_ranks = NUM_RANKS
-        size = self.num_envs * self.num_steps
-        self.batch_size = size
+        self.batch_size = size = self.num_envs * self.num_steps
         self.num_iterations = self.total_timesteps // (size * NUM_RANKS)
         require(self.num_iterations > 0, f"total_timesteps must be at least {size * NUM_RANKS}")
         require(size % self.num_minibatches == 0, f"num_minibatches must divide {size} samples")
-        require(min(self.start_level, self.num_levels) >= 0, "levels cannot be negative")
+        for name in ["start_level", "num_levels", "chunk_size", "e_value", "num_aux_minibatches"]:
+            require(getattr(self, name) >= 0, f"{name} cannot be negative")
         rollouts = self.n_iteration * self.num_envs
         require(rollouts % self.num_aux_rollouts == 0, f"num_aux_rollouts must divide {rollouts}")
         iterations_per_phase = self.n_iteration * self.aux_interval
@@ -153,7 +153,7 @@ class Args:
         if self.aux_device == "auto":
             num_bytes = self.n_iteration * size * math.prod(ProcgenVectorEnv.obs_shape)
             fits = on_gpu and num_bytes <= torch.cuda.mem_get_info(LOCAL_RANK)[0] / 2
-            self.aux_device = "cuda" if fits else "file"
+            self.aux_device = "cuda" if fits and self.num_phases > 0 else "file"
 
 
 # ---- 2 Networks ----------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # pool before adding the bias: the same bits, and less to store for a compiled backward pass
+        # pool before adding the bias: equal in float32; a compiled backward pass stores less
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
@@ -242,7 +242,7 @@ class Agent(nn.Module):
             if self.arch == "dual":
                 features = self.value_encoder(obs)
             elif self.arch == "detach":
-                features = features.detach()  # (critical!) in both phases
+                features = features.detach()  # (critical!) L_value must not train the encoder
             values = self.value_head(features).squeeze(-1)
         return Outputs(logits, values, aux_values)
 
@@ -261,7 +261,7 @@ class RewardNormalizer(nn.Module):  # a module for its state_dict
     def forward(self, rewards: np.ndarray, firsts: np.ndarray) -> np.ndarray:
         """Add a rollout's R_t to the statistics, then normalize its rewards (T, N); clipped to
         [-10, 10]. firsts (T, N): 1 where o_t begins an episode."""
-        returns = self.returns.numpy()  # a view, as the next
+        returns = self.returns.numpy()  # views: in-place changes reach the buffers
         moments = self.moments.numpy()
         for reward, first in zip(gather(rewards, 1), gather(firsts, 1), strict=True):
             returns *= self.gamma
@@ -300,8 +300,8 @@ def policy_phase_loss(
     agent, args, obs, actions, old_logprobs, advantages, returns, old_values,
     policy=True, value=True,
 ):  # fmt: skip
-    """-L_clip + beta_pi KL - c S[pi] (policy), L_value (value), or their sum over a minibatch, and
-    statistics to log. obs: uint8 (M, height, width, channels); all others: (M,)."""
+    """The loss of a minibatch: policy: -L_clip + beta_pi KL - c S[pi], value: L_value, both: their
+    sum; and statistics to log. obs: uint8 (M, height, width, channels); all others: (M,)."""
     new = agent(obs, policy=policy, value=value)
     epsilon = args.clip_coef or math.inf
     loss = 0.0
@@ -340,8 +340,8 @@ def policy_phase_loss(
 
 def aux_forward(agent, args, obs: torch.Tensor, **heads: bool) -> Outputs:
     """The agent in the auxiliary phase's precision, its outputs in float32."""
-    # no cache: a CUDA graph would keep the cast of old weights
     is_bfloat16 = args.aux_dtype == "bfloat16"
+    # no cache: a CUDA graph would keep the cast of old weights
     with torch.autocast(obs.device.type, torch.bfloat16, enabled=is_bfloat16, cache_enabled=False):
         outputs = agent(obs, **heads)
     return Outputs(*(x if x is None else x.float() for x in outputs))
@@ -382,29 +382,30 @@ def update(agent, args, optimizer, loss_fn: Callable, **minibatch: torch.Tensor)
 
 # ---- 4 Training loop -----------------------------------------------------------------------------
 def train(args: Args, state: dict) -> None:
-    """Algorithm 1 of the paper. state: the checkpoint from which the run continues."""
+    """Algorithm 1 of the paper. state: a checkpoint, or iteration 0."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks begin with the same weights
-    rank_seed = args.seed * NUM_RANKS + RANK  # of this rank's own
+    rank_seed = args.seed * NUM_RANKS + RANK  # another on each rank
     envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
     agent = Agent(args.arch, envs.num_actions, envs.obs_shape)
     graphed = speed_up(agent, args, device)
+    agent.to(device, memory_format=torch.channels_last)
+    if NUM_RANKS > 1:
+        join_ranks(args)
+        torch.manual_seed(rank_seed)
 
     def make_optimizer(learning_rate: float) -> torch.optim.Adam:  # [PPG-6] Adam's epsilon
         lr = torch.tensor(learning_rate, device=device)  # a CUDA graph would freeze a Python float
         return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
 
     optimizer = make_optimizer(args.learning_rate)
-    value_optimizer = optimizer
-    aux_optimizer = optimizer
-    if not args.single_optimizer:
+    if args.single_optimizer:
+        value_optimizer = aux_optimizer = optimizer
+    else:
         value_optimizer = make_optimizer(args.learning_rate)  # for E_V != E_pi
         aux_optimizer = make_optimizer(args.aux_learning_rate)  # [PPG-5] auxiliary optimizer
-    if NUM_RANKS > 1:
-        join_ranks(args)
-        torch.manual_seed(rank_seed)
 
     @graphed
     @torch.no_grad()
@@ -417,7 +418,7 @@ def train(args: Args, state: dict) -> None:
         return graphed(partial(update, agent, args, opt, loss_fn))
 
     if args.e_policy == args.e_value:
-        epoch_updates = [make_update(optimizer, policy_phase_loss)] * args.e_policy
+        epoch_updates = [make_update(optimizer, policy_phase_loss)] * args.e_policy  # one an epoch
     else:  # value epochs come first
         value_update = make_update(value_optimizer, partial(policy_phase_loss, policy=False))
         policy_update = make_update(optimizer, partial(policy_phase_loss, value=False))
@@ -435,10 +436,10 @@ def train(args: Args, state: dict) -> None:
     episodes = EpisodeStatistics(NUM_RANKS * N)
     reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
 
-    # The paper's buffer B: a row for each environment's rollout of T steps, with its targets
-    num_rows = args.n_iteration * N if args.num_phases > 0 else 0
-    aux_obs = open_buffer(args, (num_rows, T, *envs.obs_shape), state["iteration"])
-    aux_returns = torch.zeros((num_rows, T), device=aux_obs.device)
+    # The paper's buffer B: each environment's rollouts of T steps, with their targets
+    num_rollouts = args.n_iteration * N if args.num_phases > 0 else 0
+    aux_obs = open_buffer(args, (num_rollouts, T, *envs.obs_shape), state["iteration"])
+    aux_returns = torch.zeros((num_rollouts, T), device=aux_obs.device)
 
     # Start, or continue from the checkpoint
     common = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
@@ -451,8 +452,9 @@ def train(args: Args, state: dict) -> None:
     logger = Logger(args, state["rows"])
     eval_envs = None
     if args.eval_interval > 0 and RANK == 0:
-        unseen = args.start_level + args.num_levels
-        eval_envs = make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
+        unseen = args.start_level + args.num_levels  # the first level that is not for training
+        eval_seed = NUM_LEVELS - args.seed  # far from the seeds of training
+        eval_envs = make_envs(args, eval_seed, unseen, NUM_LEVELS - unseen)
     next_obs, _ = envs.reset()
 
     for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
@@ -461,6 +463,7 @@ def train(args: Args, state: dict) -> None:
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         aux_optimizer.param_groups[0]["lr"].fill_(lr_fraction * args.aux_learning_rate)
         value_optimizer.param_groups[0]["lr"].fill_(lr_fraction * args.learning_rate)
+        # last, because with --single-optimizer all three are one
         optimizer.param_groups[0]["lr"].fill_(lr_fraction * args.learning_rate)
         row["charts/learning_rate"] = lr_fraction * args.learning_rate
 
@@ -481,9 +484,9 @@ def train(args: Args, state: dict) -> None:
         row.update(episodes.update(rewards, dones[1:]))
 
         # ==== Policy phase ========================================================================
-        # Compute value function target V_targ for each state s_t
         policy_start = time.monotonic()
         row["time/rollout"] = policy_start - rollout_start
+        # Compute value function target V_targ for each state s_t
         with torch.no_grad():
             values[T] = agent(torch.from_numpy(next_obs).to(device), policy=False).values
         old_values = values.cpu().numpy()
@@ -497,7 +500,7 @@ def train(args: Args, state: dict) -> None:
 
         # Optimize L_clip + c S[pi] wrt theta_pi for E_pi epochs, L_value wrt theta_V for E_V epochs
         batch = {
-            "obs": obs.flatten(0, 1),  # (T * N, ...), as all that follow
+            "obs": obs.flatten(0, 1),  # (T * N, ...), like all below
             "actions": actions.flatten(),
             "old_logprobs": logprobs.flatten(),
             "advantages": torch.from_numpy(advantages).flatten().to(device),
@@ -513,29 +516,29 @@ def train(args: Args, state: dict) -> None:
         row["time/policy_phase"] = time.monotonic() - policy_start
 
         # Add all (s_t, V_targ) to the buffer B
-        if num_rows > 0:
-            first = (iteration - 1) % args.n_iteration * N
-            aux_obs[first : first + N] = obs.transpose(0, 1)
-            aux_returns[first : first + N] = torch.from_numpy(returns).T
+        if num_rollouts > 0:
+            start = (iteration - 1) % args.n_iteration * N
+            aux_obs[start : start + N] = obs.transpose(0, 1)
+            aux_returns[start : start + N] = torch.from_numpy(returns).T
 
         # ==== Auxiliary phase [PPG-1], after every N_pi iterations ================================
-        if args.e_auxiliary > 0 and iteration % (args.n_iteration * args.aux_interval) == 0:
-            # Compute and store current policy pi_old for all states in buffer B (critical!)
+        if num_rollouts > 0 and iteration % (args.n_iteration * args.aux_interval) == 0:
             aux_start = time.monotonic()
+            # Compute and store current policy pi_old, not the rollouts' (critical!), for all of B
             chunks = aux_obs.flatten(0, 1).split(args.chunk_size)
             with torch.no_grad():
                 old = [aux_forward(agent, args, x.to(device), value=False).logits for x in chunks]
-            aux_logprobs = torch.cat(old).log_softmax(-1).view(num_rows, T, -1).to(aux_obs.device)
+            aux_logprobs = torch.cat(old).log_softmax(-1).unflatten(0, (-1, T)).to(aux_obs.device)
 
             # Optimize L_joint wrt theta_pi and L_value wrt theta_V for E_aux epochs
             stats = []
             for epoch in range(args.e_auxiliary):
-                aux_inds = torch.randperm(num_rows, device=aux_obs.device)
+                aux_inds = torch.randperm(num_rollouts, device=aux_obs.device)
                 aux_inds = aux_inds.view(-1, args.num_aux_rollouts)  # [PPG-2] full rollouts
                 aux_inds = aux_inds[: args.num_aux_minibatches or None]
                 title = f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}"
                 for mb_inds in tqdm(aux_inds, title, leave=False, disable=logger.bar.disable):
-                    logger.print_line(title)
+                    logger.print_each_minute(title)
                     mb_stats = aux_update(
                         obs=aux_obs[mb_inds].flatten(0, 1).to(device),
                         old_all_logprobs=aux_logprobs[mb_inds].flatten(0, 1).to(device),
@@ -547,13 +550,12 @@ def train(args: Args, state: dict) -> None:
 
         # ==== Evaluate, log, save =================================================================
         is_last = iteration == args.num_iterations
-        if eval_envs and (is_last or iteration % args.eval_interval == 0):
+        if eval_envs is not None and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
         logger.log(row)
-        # B in memory dies with the process: then a checkpoint is of use only where B begins anew
-        begins_anew = iteration % args.n_iteration == 0
+        # B dies with the process, or is overwritten in its file: always save where it begins anew
         is_due = iteration % args.checkpoint_interval == 0 and args.aux_device == "file"
-        if begins_anew or is_due or is_last:
+        if is_due or is_last or iteration % args.n_iteration == 0:
             own = {"envs": envs.state_dict(), "dones": dones[T].tolist()}
             own["aux_returns"] = aux_returns.cpu()
             save_checkpoint(args, iteration, logger.rows, common, own)
@@ -655,7 +657,7 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
 
 # ---- 6 Speed and ranks ---------------------------------------------------------------------------
 def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
-    """Move the agent to the device and speed it up. Returns a decorator that makes CUDA graphs."""
+    """Choose the device, compile the agent. Returns a decorator that makes CUDA graphs."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -668,7 +670,6 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
         libc = ctypes.CDLL(None)
         if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    agent.to(device, memory_format=torch.channels_last)
     if on_gpu and args.compile:
         torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
         if torch.__version__ < "2.13":  # its worker processes can hang at exit (pytorch #162199)
@@ -706,10 +707,9 @@ class CudaGraph:
 
 
 def join_ranks(args: Args) -> None:
-    """Join the other ranks. Rank 0 has opened the run folder, and may have more free GPU memory."""
+    """Join the other ranks; take from rank 0 the run folder, which it has opened, and B's place."""
     ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end with torchrun
     backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
-    # after Adam, which imports torch._dynamo: it would keep the group's threads
     dist.init_process_group(backend, timeout=timedelta(hours=2))  # evaluations take long
     args.run_dir, args.aux_device = gather_objects((args.run_dir, args.aux_device))[0]
 
@@ -772,7 +772,7 @@ class Logger:
         self.tensorboard = SummaryWriter(args.run_dir, purge_step=last["global_step"] + 1)
 
     def write_table(self) -> None:
-        """Write metrics.csv anew, with all columns so far."""
+        """Rewrite metrics.csv, with all columns so far."""
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         file = open(self.path.with_suffix(".tmp"), "w", newline="", buffering=1)  # flushes lines
         self.table = csv.DictWriter(file, columns, lineterminator="\n")
@@ -788,11 +788,11 @@ class Logger:
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
         progress = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
         self.bar.set_postfix_str(progress)
-        self.print_line(f"step {row['global_step']:,}, {progress}")
+        self.print_each_minute(f"step {row['global_step']:,}, {progress}")
         row = {name: x for name, x in row.items() if math.isfinite(x)}
+        row = {name: x if isinstance(x, int) else float(x) for name, x in row.items()}
         for name, x in row.items():
-            row[name] = x if isinstance(x, int) else float(x)
-            self.tensorboard.add_scalar(name, row[name], row["global_step"])
+            self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
         self.rows.append(row)
         if row.keys() <= set(self.table.fieldnames):
@@ -800,7 +800,7 @@ class Logger:
         else:
             self.write_table()
 
-    def print_line(self, text: str) -> None:
+    def print_each_minute(self, text: str) -> None:
         if self.bar.disable and time.monotonic() > self.last_line + 60:
             print(text, flush=True)
             self.last_line = time.monotonic()
@@ -846,7 +846,7 @@ def buffer_path(args: Args) -> Path:
 
 
 def open_buffer(args: Args, shape: tuple, iteration: int) -> torch.Tensor:
-    """The observations of B, uint8, after an iteration; in a file they survive a kill."""
+    """The observations of B, uint8, after this iteration: new where B is empty, else its file."""
     size = math.prod(shape)
     path = buffer_path(args)
     is_empty = iteration % args.n_iteration == 0 or size == 0
@@ -857,7 +857,7 @@ def open_buffer(args: Args, shape: tuple, iteration: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=place)
     if is_empty:
         with open(path, "w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, size)  # else a full disk kills with SIGBUS
+            os.posix_fallocate(file.fileno(), 0, size)  # or a full disk ends the run with SIGBUS
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8).view(shape)
 
 
@@ -867,7 +867,7 @@ def require(condition: bool, message: str) -> None:
         sys.exit(2)
 
 
-MAY_CHANGE = {  # flags of a resumed run
+MAY_CHANGE = {  # what --resume may change
     "cuda", "compile", "cuda_graphs", "tf32", "aux_dtype", "aux_device", "env_threads", "device",
     "chunk_size", "checkpoint_interval", "eval_interval", "track", "wandb_project_name",
     "wandb_entity",
@@ -879,7 +879,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.resume is not None:
         path = Path(args.resume, "args.json")
-        require(path.exists(), f"--resume: {args.resume!r} is no run folder")
+        require(path.exists(), f"--resume: {args.resume!r} is not a run folder")
         saved = json.loads(path.read_text())["args"]
         other = ", ".join(saved.keys() ^ vars(args).keys())
         require(not other, f"{args.resume} is a run of another script, whose flags differ: {other}")
@@ -925,7 +925,8 @@ def main(args: Args) -> None:
         print(f"{args.run_dir}: {args.num_iterations} iterations, {args.num_phases} aux phases")
         if args.cuda and args.device == "cpu":
             print("no GPU: training on the CPU")
-        to_resume = f"To resume: python {sys.argv[0]} --resume {args.run_dir!r}"
+        starter = "python" if NUM_RANKS == 1 else "torchrun ..."
+        to_resume = f"To resume: {starter} {sys.argv[0]} --resume {args.run_dir!r}"
         print(to_resume, flush=True)
         try:
             if state["iteration"] < args.num_iterations:

@@ -66,18 +66,18 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue with its flags
-    checkpoint_interval: int = 4  # in iterations
-    eval_interval: int = 0  # iterations between evaluations on unseen levels; 0: none
+    checkpoint_interval: int = 4  # iterations between checkpoints
+    eval_interval: int = 0  # iterations between evaluations on levels above those of training
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
-    chunk_size: int = 0  # observations in a pass; 0: 512 on a CPU, 16384 on a GPU (no memory: 512)
+    chunk_size: int = 0  # observations in a pass (out of memory: 512); 0: 512, on a GPU 16384
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
     # environments
-    distribution_mode: Literal["easy", "hard"] = "easy"
+    distribution_mode: Literal["easy", "hard"] = "easy"  # Procgen's difficulty
     num_levels: int = 0  # training levels; 0: all
     start_level: int = 0  # first training level, with --num-levels
     num_envs: int = 64  # N: parallel environments of each rank
@@ -89,7 +89,7 @@ class Args:
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     reward_gamma: float = 0.99  # discount in the normalization of rewards
-    num_minibatches: int = 8  # minibatches of an epoch over the N * T samples
+    num_minibatches: int = 8  # minibatches of an epoch over each rank's N * T samples
     update_epochs: int = 3  # epochs over the N * T samples
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
     ent_coef: float = 0.01  # weight of the entropy bonus
@@ -99,23 +99,23 @@ class Args:
     # derived
     device: str = field(init=False)
     num_ranks: int = field(init=False)
-    batch_size: int = field(init=False)
+    batch_size: int = field(init=False)  # samples of one rank's rollout
     num_iterations: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the arguments, derive sizes, settle what is chosen automatically."""
+        """Check the arguments, derive sizes, resolve automatic choices."""
         counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs"]
         for name in [*counts, "checkpoint_interval"]:
             require(getattr(self, name) > 0, f"{name} must be at least 1")
         on_gpu = self.cuda and torch.cuda.is_available()
         self.device = f"cuda:{LOCAL_RANK}" if on_gpu else "cpu"
         self.num_ranks = NUM_RANKS
-        size = self.num_envs * self.num_steps
-        self.batch_size = size
+        self.batch_size = size = self.num_envs * self.num_steps
         self.num_iterations = self.total_timesteps // (size * NUM_RANKS)
         require(self.num_iterations > 0, f"total_timesteps must be at least {size * NUM_RANKS}")
         require(size % self.num_minibatches == 0, f"num_minibatches must divide {size} samples")
-        require(min(self.start_level, self.num_levels) >= 0, "levels cannot be negative")
+        for name in ["start_level", "num_levels", "chunk_size"]:
+            require(getattr(self, name) >= 0, f"{name} cannot be negative")
         if not self.run_dir:
             name = f"{self.env_id}__{self.exp_name}__{self.seed}"
             self.run_dir = f"runs/{name}__{time.strftime('%Y%m%d-%H%M%S')}"
@@ -144,7 +144,7 @@ class ConvSequence(nn.Module):
         self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # pool before adding the bias: the same bits, and less to store for a compiled backward pass
+        # pool before adding the bias: equal in float32; a compiled backward pass stores less
         x = F.max_pool2d(F.conv2d(x, self.conv.weight, padding=1), 3, stride=2, padding=1)
         return self.blocks(x + self.conv.bias.to(x.dtype).view(-1, 1, 1))
 
@@ -213,7 +213,7 @@ class RewardNormalizer(nn.Module):  # a module for its state_dict
     def forward(self, rewards: np.ndarray, firsts: np.ndarray) -> np.ndarray:
         """Normalize the rewards (T, N) of a rollout, each step by the R_t seen so far; clipped to
         [-10, 10]. firsts (T, N): 1 where o_t begins an episode."""
-        returns = self.returns.numpy()  # a view, as the next
+        returns = self.returns.numpy()  # views: in-place changes reach the buffers
         moments = self.moments.numpy()
         deviations = np.empty((len(rewards), 1), rewards.dtype)
         steps = zip(gather(rewards, 1), gather(firsts, 1), strict=True)
@@ -305,21 +305,22 @@ def update(agent, args, optimizer, loss_fn: Callable, **minibatch: torch.Tensor)
 
 # ---- 4 Training loop -----------------------------------------------------------------------------
 def train(args: Args, state: dict) -> None:
-    """Proximal Policy Optimization. state: the checkpoint from which the run continues."""
+    """Proximal Policy Optimization. state: a checkpoint, or iteration 0."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks begin with the same weights
-    rank_seed = args.seed * NUM_RANKS + RANK  # of this rank's own
+    rank_seed = args.seed * NUM_RANKS + RANK  # another on each rank
     envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
     agent = Agent(envs.num_actions, envs.obs_shape)
     graphed = speed_up(agent, args, device)
-    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph would freeze a Python float
-    params = agent.parameters()
-    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
+    agent.to(device, memory_format=torch.channels_last)
     if NUM_RANKS > 1:
         join_ranks(args)
         torch.manual_seed(rank_seed)
+    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph would freeze a Python float
+    params = agent.parameters()
+    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 
     @graphed
     @torch.no_grad()
@@ -351,8 +352,9 @@ def train(args: Args, state: dict) -> None:
     logger = Logger(args, state["rows"])
     eval_envs = None
     if args.eval_interval > 0 and RANK == 0:
-        unseen = args.start_level + args.num_levels
-        eval_envs = make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
+        unseen = args.start_level + args.num_levels  # the first level that is not for training
+        eval_seed = NUM_LEVELS - args.seed  # far from the seeds of training
+        eval_envs = make_envs(args, eval_seed, unseen, NUM_LEVELS - unseen)
     next_obs, _ = envs.reset()
 
     for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
@@ -379,9 +381,9 @@ def train(args: Args, state: dict) -> None:
         row.update(episodes.update(rewards, dones[1:]))
 
         # ==== Optimization ========================================================================
-        # Compute value function target V_targ for each state s_t
         policy_start = time.monotonic()
         row["time/rollout"] = policy_start - rollout_start
+        # Compute value function target V_targ for each state s_t
         with torch.no_grad():
             values[T] = agent(torch.from_numpy(next_obs).to(device)).values
         old_values = values.cpu().numpy()
@@ -393,7 +395,7 @@ def train(args: Args, state: dict) -> None:
 
         # Optimize L_clip + c S[pi] and the value loss for update_epochs epochs
         batch = {
-            "obs": obs.flatten(0, 1),  # (T * N, ...), as all that follow
+            "obs": obs.flatten(0, 1),  # (T * N, ...), like all below
             "actions": actions.flatten(),
             "old_logprobs": logprobs.flatten(),
             "advantages": torch.from_numpy(advantages).flatten().to(device),
@@ -413,7 +415,7 @@ def train(args: Args, state: dict) -> None:
 
         # ==== Evaluate, log, save =================================================================
         is_last = iteration == args.num_iterations
-        if eval_envs and (is_last or iteration % args.eval_interval == 0):
+        if eval_envs is not None and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
         logger.log(row)
         if is_last or iteration % args.checkpoint_interval == 0:
@@ -514,7 +516,7 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
 
 # ---- 6 Speed and ranks ---------------------------------------------------------------------------
 def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
-    """Move the agent to the device and speed it up. Returns a decorator that makes CUDA graphs."""
+    """Choose the device, compile the agent. Returns a decorator that makes CUDA graphs."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -527,7 +529,6 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
         libc = ctypes.CDLL(None)
         if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    agent.to(device, memory_format=torch.channels_last)
     if on_gpu and args.compile:
         torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
         if torch.__version__ < "2.13":  # its worker processes can hang at exit (pytorch #162199)
@@ -565,10 +566,9 @@ class CudaGraph:
 
 
 def join_ranks(args: Args) -> None:
-    """Join the other ranks. Rank 0 has opened the run folder."""
+    """Join the other ranks; take from rank 0 the run folder, which it has opened."""
     ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end with torchrun
     backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
-    # after Adam, which imports torch._dynamo: it would keep the group's threads
     dist.init_process_group(backend, timeout=timedelta(hours=2))  # evaluations take long
     args.run_dir = gather_objects(args.run_dir)[0]
 
@@ -631,7 +631,7 @@ class Logger:
         self.tensorboard = SummaryWriter(args.run_dir, purge_step=last["global_step"] + 1)
 
     def write_table(self) -> None:
-        """Write metrics.csv anew, with all columns so far."""
+        """Rewrite metrics.csv, with all columns so far."""
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         file = open(self.path.with_suffix(".tmp"), "w", newline="", buffering=1)  # flushes lines
         self.table = csv.DictWriter(file, columns, lineterminator="\n")
@@ -647,11 +647,11 @@ class Logger:
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
         progress = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
         self.bar.set_postfix_str(progress)
-        self.print_line(f"step {row['global_step']:,}, {progress}")
+        self.print_each_minute(f"step {row['global_step']:,}, {progress}")
         row = {name: x for name, x in row.items() if math.isfinite(x)}
+        row = {name: x if isinstance(x, int) else float(x) for name, x in row.items()}
         for name, x in row.items():
-            row[name] = x if isinstance(x, int) else float(x)
-            self.tensorboard.add_scalar(name, row[name], row["global_step"])
+            self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
         self.rows.append(row)
         if row.keys() <= set(self.table.fieldnames):
@@ -659,7 +659,7 @@ class Logger:
         else:
             self.write_table()
 
-    def print_line(self, text: str) -> None:
+    def print_each_minute(self, text: str) -> None:
         if self.bar.disable and time.monotonic() > self.last_line + 60:
             print(text, flush=True)
             self.last_line = time.monotonic()
@@ -703,7 +703,7 @@ def require(condition: bool, message: str) -> None:
         sys.exit(2)
 
 
-MAY_CHANGE = {  # flags of a resumed run
+MAY_CHANGE = {  # what --resume may change
     "cuda", "compile", "cuda_graphs", "tf32", "env_threads", "device", "chunk_size", "track",
     "checkpoint_interval", "eval_interval", "wandb_project_name", "wandb_entity",
 }  # fmt: skip
@@ -714,7 +714,7 @@ def parse_args() -> Args:
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.resume is not None:
         path = Path(args.resume, "args.json")
-        require(path.exists(), f"--resume: {args.resume!r} is no run folder")
+        require(path.exists(), f"--resume: {args.resume!r} is not a run folder")
         saved = json.loads(path.read_text())["args"]
         other = ", ".join(saved.keys() ^ vars(args).keys())
         require(not other, f"{args.resume} is a run of another script, whose flags differ: {other}")
@@ -758,7 +758,8 @@ def main(args: Args) -> None:
         print(f"{args.run_dir}: {args.num_iterations} iterations")
         if args.cuda and args.device == "cpu":
             print("no GPU: training on the CPU")
-        to_resume = f"To resume: python {sys.argv[0]} --resume {args.run_dir!r}"
+        starter = "python" if NUM_RANKS == 1 else "torchrun ..."
+        to_resume = f"To resume: {starter} {sys.argv[0]} --resume {args.run_dir!r}"
         print(to_resume, flush=True)
         try:
             if state["iteration"] < args.num_iterations:

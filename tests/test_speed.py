@@ -44,7 +44,7 @@ def losses(device, arch, fast, dtype="float32"):
     agent = Agent(arch)
     args = Args(cuda=False, tf32=False, aux_dtype=dtype, max_grad_norm=5.0)
     graphed = ppg_procgen.speed_up(agent, args, device) if fast else lambda function: function
-    agent.to(device)
+    agent.to(device, memory_format=torch.channels_last if fast else torch.preserve_format)
     for name, module in agent.named_children():
         if fast and device.type == "cpu" and "encoder" in name:
             module.compile(fullgraph=True, dynamic=False, backend="aot_eager")  # needs no C++ compiler

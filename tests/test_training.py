@@ -184,7 +184,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --num-envs 0": "num_envs must be at least 1",
     "ppo --update-epochs 0": "update_epochs must be at least 1",
     "ppg --run-dir {}": "is not empty",
-    "ppg --resume nothing": "'nothing' is no run folder",
+    "ppg --resume nothing": "'nothing' is not a run folder",
     "ppo --resume {}": "is a run of another script",
     "ppg --resume {} --learning-rate 1": "these flags of the run cannot change: learning_rate",
 }
