@@ -493,10 +493,9 @@ def train(args: Args, state: dict) -> None:
         scaled_rewards = reward_normalizer(rewards, dones[:-1])
         advantages = compute_gae(scaled_rewards, old_values, dones, args.gamma, args.gae_lambda)
         returns = advantages + old_values[:-1]
-        std, mean = torch.std_mean(torch.from_numpy(gather(advantages)), correction=0)
-        advantages = (advantages - mean.item()) / (std.item() + 1e-8)  # [PPG-4] batch-wide
-        unexplained = gather(returns - old_values[:-1]).var() / gather(returns).var()
-        row["losses/explained_variance"] = 1 - unexplained
+        all_advantages = gather(advantages)  # V_targ - V; [PPG-4] normalized batch-wide
+        row["losses/explained_variance"] = 1 - all_advantages.var() / gather(returns).var()
+        advantages = (advantages - all_advantages.mean()) / (all_advantages.std() + 1e-8)
 
         # Optimize L_clip + c S[pi] wrt theta_pi for E_pi epochs, L_value wrt theta_V for E_V epochs
         batch = {

@@ -390,8 +390,8 @@ def train(args: Args, state: dict) -> None:
         scaled_rewards = reward_normalizer(rewards, dones[:-1])
         advantages = compute_gae(scaled_rewards, old_values, dones, args.gamma, args.gae_lambda)
         returns = advantages + old_values[:-1]
-        unexplained = gather(returns - old_values[:-1]).var() / gather(returns).var()
-        row["losses/explained_variance"] = 1 - unexplained
+        all_advantages = gather(advantages)  # V_targ - V
+        row["losses/explained_variance"] = 1 - all_advantages.var() / gather(returns).var()
 
         # Optimize L_clip + c S[pi] and the value loss for update_epochs epochs
         batch = {

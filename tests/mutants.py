@@ -61,7 +61,7 @@ PPG = {
     "published_runs": [
         ("values[T] = agent(", "values[T] = 0 * agent("),
         ("returns = advantages + old_values[:-1]", "returns = advantages"),
-        ("(advantages - mean.item())", "advantages"),
+        ("(advantages - all_advantages.mean())", "advantages"),
         ("old_values, dones, args.gamma", "old_values, np.roll(dones, 1, 0), args.gamma"),
         ("aux_obs[start : start + N]", "aux_obs[:N]"),
         ("torch.from_numpy(returns).T", "torch.from_numpy(returns).reshape(N, T)"),
