@@ -67,12 +67,12 @@ class Args:
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue with its flags
     checkpoint_interval: int = 4  # iterations between checkpoints
-    eval_interval: int = 0  # iterations between evaluations on levels above those of training
+    eval_interval: int = 0  # iterations between evaluations on unseen levels, if any; 0: none
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
-    chunk_size: int = 0  # observations in a pass (out of memory: 512); 0: 512, on a GPU 16384
+    chunk_size: int = 0  # observations per pass; 0: 512 on CPUs, 16384 on GPUs (out of memory: 512)
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
