@@ -387,7 +387,7 @@ def train(args: Args, state: dict) -> None:
     N = args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks begin with the same weights
-    rank_seed = args.seed * NUM_RANKS + RANK  # another on each rank
+    rank_seed = args.seed * NUM_RANKS + RANK  # differs by rank
     envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
     agent = Agent(args.arch, envs.num_actions, envs.obs_shape)
     graphed = speed_up(agent, args, device)
