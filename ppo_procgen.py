@@ -631,7 +631,7 @@ class Logger:
         self.tensorboard = SummaryWriter(args.run_dir, purge_step=last["global_step"] + 1)
 
     def write_table(self) -> None:
-        """Rewrite metrics.csv, with all columns so far."""
+        """Rewrite metrics.csv with all columns."""
         columns = list(dict.fromkeys(name for row in self.rows for name in row))
         file = open(self.path.with_suffix(".tmp"), "w", newline="", buffering=1)  # flushes lines
         self.table = csv.DictWriter(file, columns, lineterminator="\n")
@@ -716,7 +716,7 @@ def parse_args() -> Args:
         path = Path(args.resume, "args.json")
         require(path.exists(), f"--resume: {args.resume!r} is not a run folder")
         saved = json.loads(path.read_text())["args"]
-        other = ", ".join(saved.keys() ^ vars(args).keys())
+        other = ", ".join(sorted(saved.keys() ^ vars(args).keys()))
         require(not other, f"{args.resume} is a run of another script, whose flags differ: {other}")
         require(saved["env_id"] in get_args(Game), f"this script does not know {saved['env_id']}")
         saved.update(resume=args.resume, run_dir=args.resume)
