@@ -1,6 +1,5 @@
 """Killed, stopped and resumed runs: real processes, real signals, real files."""
 
-import importlib.util
 import itertools
 import os
 import random
@@ -16,17 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ppg_procgen
 import ppo_procgen
-
-
-@pytest.fixture
-def killed(start):
-    """killed(script, flags, target, k) starts a run that the signal reaches at the k-th call of target."""
-
-    def killed(script, flags: dict, target: str, k: int, number: int = signal.SIGKILL):
-        kill = {"target": target, "k": k, "number": int(number)}
-        return start(script, {"kill": kill}, *as_flags(flags)).end()
-
-    return killed
 
 
 @pytest.fixture
@@ -79,13 +67,14 @@ TARGETS |= {"SummaryWriter.add_scalar": 40}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(tmp_path, trained, killed, variant):
+def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(tmp_path, trained, start, variant):
     (script, flags), rng = VARIANTS[variant], random.Random(variant)
     run_dir, whole = tmp_path / "killed", trained(script, **flags)
     again = (TINY_PPG if script is ppg_procgen else TINY) | flags | {"run_dir": run_dir}
     codes = []
     for target in ["update", *rng.sample(list(TARGETS), len(TARGETS))]:
-        result = killed(script, again, target, rng.randint(1, TARGETS[target]) if codes else 1)
+        kill = {"target": target, "k": rng.randint(1, TARGETS[target]) if codes else 1}
+        result = start(script, {"kill": kill}, *as_flags(again)).end()
         codes.append(result.returncode)
         assert codes[-1] in (0, -signal.SIGKILL), (target, result.stderr)
         again = {"resume": run_dir}
@@ -122,9 +111,9 @@ def test_thirty_kills_at_random_moments(tmp_path, run, start):
 # ---- stopped
 
 
-def test_ctrl_c_ends_with_the_command_that_resumes(tmp_path, trained, killed):
-    run_dir = tmp_path / "a run"
-    result = killed(ppg_procgen, TINY_PPG | {"run_dir": run_dir}, "update", 12, signal.SIGINT)
+def test_ctrl_c_ends_with_the_command_that_resumes(tmp_path, trained, start):
+    run_dir, kill = tmp_path / "a run", {"target": "update", "k": 12, "number": signal.SIGINT}
+    result = start(ppg_procgen, {"kill": kill}, *as_flags(TINY_PPG | {"run_dir": run_dir})).end()
     assert result.returncode == 130 and result.stderr == ""
     line = result.stdout.splitlines()[-1]
     assert line == f"To resume: python ppg_procgen.py --resume '{run_dir}'"
@@ -173,32 +162,6 @@ def test_a_run_in_use_is_refused(stopped):
 
 
 # ---- files
-
-
-def test_a_checkpoint_runs_no_pickled_code(stopped, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "evil"),)
-
-    torch.save({"iteration": Evil()}, stopped / "checkpoint.pt")
-    with pytest.raises(Exception, match="Weights only load failed"):
-        resume(ppg_procgen, stopped)
-    assert not (tmp_path / "evil").exists()
-
-
-def test_weights_load_into_a_copied_script_and_act_the_same(run):
-    run_dir = run(small=False, num_envs=2, num_steps=8, total_timesteps=32)
-    spec = importlib.util.spec_from_file_location("my_research", run_dir / "ppg_procgen.py")
-    copied = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
-    weights = torch.load(run_dir / "agent.pt", weights_only=True)
-    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]
-    obs, logits = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8), []
-    for script, x in ((copied, weights), (ppg_procgen, saved)):
-        agent = script.Agent("dual")
-        agent.load_state_dict(x)
-        logits.append(agent(obs).logits)
-    assert torch.equal(*logits)
 
 
 @pytest.fixture
