@@ -85,22 +85,25 @@ def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(
 
 
 @pytest.mark.learning
-def test_thirty_kills_at_random_moments(tmp_path, run, start):
-    """Runs of three phases, killed and resumed until they end: the same bits, and little is lost."""
-    flags = TINY_PPG | {"total_timesteps": 64 * 12, "n_iteration": 4, "e_auxiliary": 3, "checkpoint_interval": 2}
-    flags |= {"e_policy": 2, "e_value": 3}
-    whole, rng, kills, number = run(**flags), random.Random(1), 0, 0
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks):
+    """A rank is killed, another ends by itself; they resume until they end: the same bits, and little is lost."""
+    flags = TINY_PPG | {"total_timesteps": num_ranks * 64 * 12, "n_iteration": 4, "e_auxiliary": 3}
+    flags |= {"e_policy": 2, "e_value": 3, "checkpoint_interval": 2}
+    whole, rng, kills, number = tmp_path / "whole", random.Random(1), 0, 0
+    processes = start_ranks(ppg_procgen, {}, *as_flags(flags | {"run_dir": whole}), num_ranks=num_ranks)
+    assert not any(process.end().returncode for process in processes)
     while kills < 30:
-        run_dir, number, code = tmp_path / f"killed{number}", number + 1, None
-        while code != 0:
-            begin, again = flags | {"run_dir": run_dir}, {"resume": run_dir}
-            process = start(ppg_procgen, {}, *as_flags(again if (run_dir / "args.json").exists() else begin))
-            process.process.join(rng.uniform(0.1, 3))
-            process.process.kill()  # nothing, if it has ended
-            result = process.end()
-            code = result.returncode
-            assert code in (0, -signal.SIGKILL), result.stderr
-            kills += code != 0
+        run_dir, number, codes = tmp_path / f"killed{number}", number + 1, [None]
+        while any(code != 0 for code in codes):
+            again = {"resume": run_dir} if (run_dir / "args.json").exists() else flags | {"run_dir": run_dir}
+            processes = start_ranks(ppg_procgen, {}, *as_flags(again), num_ranks=num_ranks)
+            processes[0].process.join(rng.uniform(0.1, 3 * num_ranks))
+            rng.choice(processes).process.kill()  # nothing, if it has ended
+            results = [process.end() for process in processes]
+            codes = [result.returncode for result in results]
+            assert set(codes) <= {0, -signal.SIGKILL, num_ranks - 1}, results  # 1: the other rank is lost
+            kills += any(codes)
             age(run_dir)
             if (run_dir / "checkpoint.pt").exists():
                 assert len(read_rows(run_dir)) - saved_iteration(run_dir) in (0, 1, 2), "rows that are done again"
