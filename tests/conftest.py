@@ -163,6 +163,26 @@ def start(tmp_path_factory):
         process.process.kill()
 
 
+@pytest.fixture(scope="session")
+def start_ranks(start):
+    """start_ranks(script, options, *flags) starts ranks, two unless told: what torchrun starts, without torchrun."""
+    # below the ports that the system gives out, a range for each process of pytest-xdist
+    ports = itertools.count(20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
+
+    def start_ranks(script, options: dict, *flags, num_ranks: int = 2) -> list[Process]:
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports)), "WORLD_SIZE": str(num_ranks)}
+        numbers = map(str, range(num_ranks))
+        return [start(script, options, *flags, RANK=rank, LOCAL_RANK=rank, **environment) for rank in numbers]
+
+    return start_ranks
+
+
+@pytest.fixture(scope="session")
+def ranks(start_ranks):
+    """ranks(script, options, *flags): the results of two ranks that run to their end."""
+    return lambda *task: [process.end() for process in start_ranks(*task)]
+
+
 def wait_for(condition, seconds: float = 100) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

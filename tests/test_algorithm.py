@@ -12,14 +12,12 @@ import ppo_procgen
 from ppg_procgen import Agent
 
 
-@pytest.fixture(autouse=True)
-def numbers():
-    """The same for a test whichever ran before."""
-    global rng
-    rng = np.random.default_rng(0)
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
 
 
-def test_gae_is_the_discounted_sum_of_the_errors_up_to_the_end_of_the_episode():
+def test_gae_is_the_discounted_sum_of_the_errors_up_to_the_end_of_the_episode(rng):
     T, N, gamma, lam = 12, 3, 0.9, 0.7
     rewards, values, dones = rng.normal(size=(T, N)), rng.normal(size=(T + 1, N)), rng.random((T + 1, N)) < 0.3
     expected = np.zeros((T, N))
@@ -36,7 +34,7 @@ def test_gae_is_the_discounted_sum_of_the_errors_up_to_the_end_of_the_episode():
 
 
 @pytest.mark.parametrize("script", [ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])
-def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_far(script):
+def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_far(script, rng):
     """PPG: with those of the whole rollout; PPO: with those up to each step."""
     N, gamma, normalizer = 30, 0.9, script.RewardNormalizer(30, 0.9)
     sums, running, first = [], np.zeros(N), np.ones(N, bool)
@@ -63,7 +61,7 @@ def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_fa
     assert np.abs(result).max() == 10
 
 
-def test_episode_statistics_count_all_episodes_across_rollouts():
+def test_episode_statistics_count_all_episodes_across_rollouts(rng):
     N, script = 5, ppg_procgen
     episodes, running, lengths, ended = script.EpisodeStatistics(N), np.zeros(N), np.zeros(N), []
     for _ in range(4):
@@ -160,7 +158,6 @@ def test_auxiliary_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone, mo
 
 
 def test_actions_are_drawn_from_the_policy():
-    torch.manual_seed(0)
     logits = torch.randn(1, 15) * 1.5
     actions, logprobs = ppg_procgen.sample_action(logits.expand(200_000, 15))
     frequencies = torch.bincount(actions, minlength=15) / len(actions)

@@ -1,6 +1,5 @@
 """Killed, stopped and resumed runs: real processes, real signals, real files."""
 
-import importlib.util
 import itertools
 import os
 import random
@@ -16,17 +15,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ppg_procgen
 import ppo_procgen
-
-
-@pytest.fixture
-def killed(start):
-    """killed(script, flags, target, k) starts a run that the signal reaches at the k-th call of target."""
-
-    def killed(script, flags: dict, target: str, k: int, number: int = signal.SIGKILL):
-        kill = {"target": target, "k": k, "number": int(number)}
-        return start(script, {"kill": kill}, *as_flags(flags)).end()
-
-    return killed
 
 
 @pytest.fixture
@@ -79,13 +67,14 @@ TARGETS |= {"SummaryWriter.add_scalar": 40}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(tmp_path, trained, killed, variant):
+def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(tmp_path, trained, start, variant):
     (script, flags), rng = VARIANTS[variant], random.Random(variant)
     run_dir, whole = tmp_path / "killed", trained(script, **flags)
     again = (TINY_PPG if script is ppg_procgen else TINY) | flags | {"run_dir": run_dir}
     codes = []
     for target in ["update", *rng.sample(list(TARGETS), len(TARGETS))]:
-        result = killed(script, again, target, rng.randint(1, TARGETS[target]) if codes else 1)
+        kill = {"target": target, "k": rng.randint(1, TARGETS[target]) if codes else 1}
+        result = start(script, {"kill": kill}, *as_flags(again)).end()
         codes.append(result.returncode)
         assert codes[-1] in (0, -signal.SIGKILL), (target, result.stderr)
         again = {"resume": run_dir}
@@ -96,22 +85,25 @@ def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(
 
 
 @pytest.mark.learning
-def test_thirty_kills_at_random_moments(tmp_path, run, start):
-    """Runs of three phases, killed and resumed until they end: the same bits, and little is lost."""
-    flags = TINY_PPG | {"total_timesteps": 64 * 12, "n_iteration": 4, "e_auxiliary": 3, "checkpoint_interval": 2}
-    flags |= {"e_policy": 2, "e_value": 3}
-    whole, rng, kills, number = run(**flags), random.Random(1), 0, 0
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks):
+    """A rank is killed, another ends by itself; they resume until they end: the same bits, and little is lost."""
+    flags = TINY_PPG | {"total_timesteps": num_ranks * 64 * 12, "n_iteration": 4, "e_auxiliary": 3}
+    flags |= {"e_policy": 2, "e_value": 3, "checkpoint_interval": 2}
+    whole, rng, kills, number = tmp_path / "whole", random.Random(1), 0, 0
+    processes = start_ranks(ppg_procgen, {}, *as_flags(flags | {"run_dir": whole}), num_ranks=num_ranks)
+    assert not any(process.end().returncode for process in processes)
     while kills < 30:
-        run_dir, number, code = tmp_path / f"killed{number}", number + 1, None
-        while code != 0:
-            begin, again = flags | {"run_dir": run_dir}, {"resume": run_dir}
-            process = start(ppg_procgen, {}, *as_flags(again if (run_dir / "args.json").exists() else begin))
-            process.process.join(rng.uniform(0.1, 3))
-            process.process.kill()  # nothing, if it has ended
-            result = process.end()
-            code = result.returncode
-            assert code in (0, -signal.SIGKILL), result.stderr
-            kills += code != 0
+        run_dir, number, codes = tmp_path / f"killed{number}", number + 1, [None]
+        while any(code != 0 for code in codes):
+            again = {"resume": run_dir} if (run_dir / "args.json").exists() else flags | {"run_dir": run_dir}
+            processes = start_ranks(ppg_procgen, {}, *as_flags(again), num_ranks=num_ranks)
+            processes[0].process.join(rng.uniform(0.1, 3 * num_ranks))
+            rng.choice(processes).process.kill()  # nothing, if it has ended
+            results = [process.end() for process in processes]
+            codes = [result.returncode for result in results]
+            assert set(codes) <= {0, -signal.SIGKILL, num_ranks - 1}, results  # 1: the other rank is lost
+            kills += any(codes)
             age(run_dir)
             if (run_dir / "checkpoint.pt").exists():
                 assert len(read_rows(run_dir)) - saved_iteration(run_dir) in (0, 1, 2), "rows that are done again"
@@ -122,9 +114,9 @@ def test_thirty_kills_at_random_moments(tmp_path, run, start):
 # ---- stopped
 
 
-def test_ctrl_c_ends_with_the_command_that_resumes(tmp_path, trained, killed):
-    run_dir = tmp_path / "a run"
-    result = killed(ppg_procgen, TINY_PPG | {"run_dir": run_dir}, "update", 12, signal.SIGINT)
+def test_ctrl_c_ends_with_the_command_that_resumes(tmp_path, trained, start):
+    run_dir, kill = tmp_path / "a run", {"target": "update", "k": 12, "number": signal.SIGINT}
+    result = start(ppg_procgen, {"kill": kill}, *as_flags(TINY_PPG | {"run_dir": run_dir})).end()
     assert result.returncode == 130 and result.stderr == ""
     line = result.stdout.splitlines()[-1]
     assert line == f"To resume: python ppg_procgen.py --resume '{run_dir}'"
@@ -173,32 +165,6 @@ def test_a_run_in_use_is_refused(stopped):
 
 
 # ---- files
-
-
-def test_a_checkpoint_runs_no_pickled_code(stopped, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "evil"),)
-
-    torch.save({"iteration": Evil()}, stopped / "checkpoint.pt")
-    with pytest.raises(Exception, match="Weights only load failed"):
-        resume(ppg_procgen, stopped)
-    assert not (tmp_path / "evil").exists()
-
-
-def test_weights_load_into_a_copied_script_and_act_the_same(run):
-    run_dir = run(small=False, num_envs=2, num_steps=8, total_timesteps=32)
-    spec = importlib.util.spec_from_file_location("my_research", run_dir / "ppg_procgen.py")
-    copied = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(copied)
-    weights = torch.load(run_dir / "agent.pt", weights_only=True)
-    saved = torch.load(run_dir / "checkpoint.pt", weights_only=True)["agent"]
-    obs, logits = torch.randint(0, 256, (8, 64, 64, 3), dtype=torch.uint8), []
-    for script, x in ((copied, weights), (ppg_procgen, saved)):
-        agent = script.Agent("dual")
-        agent.load_state_dict(x)
-        logits.append(agent(obs).logits)
-    assert torch.equal(*logits)
 
 
 @pytest.fixture

@@ -1,9 +1,7 @@
-"""A script in a process of its own, with some functions replaced: forked by conftest.py, or as a rank by torchrun with
-`worker.py SCRIPT OPTIONS FLAGS...`, OPTIONS in JSON."""
+"""What conftest.py forks: a script in a process of its own, with some functions replaced."""
 
 import importlib
 import itertools
-import json
 import os
 import signal
 import sys
@@ -15,11 +13,10 @@ import numpy as np
 import torch
 from torch import nn
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import ppg_procgen
+import ppo_procgen  # noqa: F401
 
-import ppg_procgen  # noqa: E402
-import ppo_procgen  # noqa: E402, F401
+ROOT = Path(__file__).resolve().parents[1]
 
 # what a run imports late, and the pictures that procgen loads for its first environment, so that forks have them
 torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
@@ -130,11 +127,15 @@ def install_kill(script, setattr, target: str, k: int, number: int = signal.SIGK
     setattr(owner, name, counting)
 
 
-def main(name: str, options: dict, flags: list[str]) -> None:
-    """SCRIPT.py FLAGS with what options replace; a kill may be of one rank."""
+def begin(files: list[Path], environment: dict[str, str], name: str, options: dict, flags: list[str]) -> None:
+    """SCRIPT.py FLAGS with what options replace; a kill may be of one rank. Output and errors go to two files."""
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     script, record = importlib.import_module(name), None
     if "WORLD_SIZE" in os.environ:
-        importlib.reload(script)  # a forked process has read another environment
+        importlib.reload(script)  # it has read another environment
     script.ImpalaCNN = SmallCNN
     if "scripted" in options:
         install_scripted(script, setattr)
@@ -143,23 +144,10 @@ def main(name: str, options: dict, flags: list[str]) -> None:
     kill = options.get("kill", {"rank": -1})
     if kill.pop("rank", 0) == script.RANK:
         install_kill(script, setattr, **kill)
-    sys.argv = [sys.argv[0] if "TORCHELASTIC_RUN_ID" in os.environ else f"{name}.py", *flags]
+    sys.argv = [f"{name}.py", *flags]
     sys.orig_argv = ["python", *sys.argv]  # as if it had been started so
     try:
         script.main(script.parse_args())
     finally:
         if record is not None:
             torch.save(record, f"{options['record']}{script.RANK}.pt")
-
-
-def begin(files: list[Path], environment: dict[str, str], name: str, options: dict, flags: list[str]) -> None:
-    """A forked process, whose output and errors go to two files."""
-    os.environ.update(environment)
-    os.chdir(ROOT)
-    for number, file in enumerate(files, 1):
-        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    main(name, options, flags)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:])
