@@ -26,19 +26,15 @@ VARIANTS = {
     "dual": f"{PPG} --env-id starpilot",
     "detach": f"{PPG} --env-id coinrun --arch detach",
     "shared": f"{PPG} --env-id bigfish --arch shared --e-policy 3 --e-value 3",
-    "separate epochs": f"{PPG} --env-id fruitbot --e-policy 2 --e-value 3",
-    "kl penalty": f"{PPG} --env-id chaser --clip-coef 0 --kl-coef 1",
-    "aux_interval": f"{PPG} --env-id starpilot --aux-interval 2",
-    "num_aux_minibatches": f"{PPG} --env-id starpilot --num-aux-minibatches 3",
-    "anneal_lr": f"{PPG} --env-id leaper --anneal-lr",
-    "single_optimizer": f"{PPG} --env-id maze --single-optimizer --e-policy 2",
+    "kl, separate epochs": f"{PPG} --env-id chaser --clip-coef 0 --kl-coef 1 --e-policy 2 --e-value 3",
+    "auxiliary minibatches": f"{PPG} --env-id starpilot --aux-interval 2 --num-aux-minibatches 3",
+    "single_optimizer": f"{PPG} --env-id maze --single-optimizer --e-policy 2 --anneal-lr",
     "clip_vloss": f"{PPG} --env-id ninja --clip-vloss --max-grad-norm 0.5",
     "no auxiliary phase": f"{PPG} --env-id heist --e-auxiliary 0",
     "evaluation": f"{PPG} --env-id chaser --num-levels 20 --eval-interval 2",
     "2 ranks": f"{PPG} --env-id starpilot --total-timesteps 1280",
     "ppo": PPO,
-    "ppo anneal_lr": f"{PPO} --anneal-lr",
-    "ppo no clipping": f"{PPO} --no-clip-vloss --max-grad-norm 0",
+    "ppo no clipping": f"{PPO} --no-clip-vloss --max-grad-norm 0 --anneal-lr",
     "ppo 2 ranks": f"{PPO} --total-timesteps 1280",
 }
 
@@ -80,7 +76,7 @@ def main(old: str, new: str = str(ROOT), *words: str) -> int:
         with tempfile.TemporaryDirectory() as folder:
             found = differences(run(old, Path(folder, "old"), name), run(new, Path(folder, "new"), name))
         num_different += bool(found)
-        print(f"{name:20} {'differs: ' + ', '.join(found[:5]) if found else 'equal'}", flush=True)
+        print(f"{name:22} {'differs: ' + ', '.join(found[:5]) if found else 'equal'}", flush=True)
     return 1 if num_different else 0
 
 

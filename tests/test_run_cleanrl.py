@@ -28,17 +28,16 @@ for t in range(int(args.total_timesteps) // 4):
     obs, reward, done, info = envs.step(np.full(4, t % 15))
     print(json.dumps({"level": int(info[0]["level_seed"]), "seen": int(obs["rgb"].sum())}))
 """
-
-
-def run_script(folder, *flags):
-    (folder / "script.py").write_text(SCRIPT)
-    argv = [sys.executable, ROOT / "benchmark" / "run_cleanrl.py", "script.py", "--run-dir", "run", *flags]
-    argv += "--env-id starpilot --exp-name other --seed 3 --num-envs 4 --num-steps 64 --n-iteration 2".split()
-    return subprocess.run(list(map(str, argv)), cwd=folder, capture_output=True, text=True)
+FLAGS = (
+    "--run-dir run --num-levels 1 --start-level 7 --chatter 1 --env-id starpilot --exp-name other --seed 3 "
+    "--num-envs 4 --num-steps 64 --n-iteration 2 --total-timesteps 512"
+)
 
 
 def test_all_episodes_are_counted_on_the_chosen_levels(tmp_path):
-    result = run_script(tmp_path, "--total-timesteps", 512, "--num-levels", 1, "--start-level", 7, "--chatter", 1)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    argv = [sys.executable, ROOT / "benchmark" / "run_cleanrl.py", "script.py", *FLAGS.split()]
+    result = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
     envs = ProcgenVectorEnv("starpilot", 4, num_levels=1, start_level=7, seed=3)
@@ -52,9 +51,3 @@ def test_all_episodes_are_counted_on_the_chosen_levels(tmp_path):
     assert float(rows[-1]["charts/mean_return_100"]) == pytest.approx(expected)
     args = json.loads((tmp_path / "run" / "args.json").read_text())["args"]
     assert (args["num_iterations"], args["start_level"]) == (2, 7)
-
-
-def test_iterations_that_the_script_would_drop_are_refused(tmp_path):
-    result = run_script(tmp_path, "--total-timesteps", 768)
-    assert result.returncode == 2
-    assert "no whole phase: 3 iterations" in result.stderr

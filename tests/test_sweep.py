@@ -1,4 +1,4 @@
-"""Sweeps of real processes: most of them a fake training script that keeps to the contract and misbehaves by game."""
+"""Sweeps of real processes: a fake training script that keeps to the contract and misbehaves by game."""
 
 import importlib
 import os
@@ -22,7 +22,6 @@ from pathlib import Path
 
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 game = flags["--env-id"].partition(".")[0]
-size = flags.get("--size", "")
 begins = "--run-dir" in flags
 run_dir = Path(flags["--run-dir" if begins else "--resume"])
 home = Path(__file__).parent
@@ -33,23 +32,11 @@ slot = open(home / f"gpu-{gpu}", "w")
 fcntl.flock(slot, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if two runs share a slot
 if begins:
     run_dir.mkdir(parents=True)
-    (run_dir / "args.json").write_text(size)
-lock = open(run_dir / "args.json", "r+")
-fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if another process does this run
-if lock.read() != size:
+    (run_dir / "args.json").touch()
+elif "--size" in flags:
     print("size cannot change")
     sys.exit(2)
-checkpoint = run_dir / "checkpoint.pt"
-iteration = int(checkpoint.read_text()) if checkpoint.exists() else 0
-rows = "1 2 3 4 "[:2 * iteration]
-while iteration < 4:
-    iteration += 1
-    rows += f"{iteration} "
-    (run_dir / "metrics.csv").write_text(rows)
-    if iteration == 2:
-        checkpoint.write_text("2")
-    if iteration != 3 or (home / "fixed").exists():
-        continue
+if not (home / "fixed").exists():
     if game == "flaky" and begins:
         sys.exit(1)
     if game == "crash":
@@ -62,7 +49,7 @@ while iteration < 4:
         (home / "ready").touch()
         while not (home / "fixed").exists():
             time.sleep(0.02)
-checkpoint.write_text("4")
+(run_dir / "agent.pt").touch()
 """
 
 
@@ -104,8 +91,7 @@ class Lab:
         return f"{folder}:{os.environ['PATH']}"
 
     def is_whole(self, *games: str) -> bool:
-        metrics = [self.folder / "runs" / f"{game}__fake__1" / "metrics.csv" for game in games]
-        return all(path.read_text() == "1 2 3 4 " for path in metrics)
+        return all((self.folder / "runs" / f"{game}__fake__1" / "agent.pt").exists() for game in games)
 
 
 @pytest.fixture
@@ -204,21 +190,12 @@ def test_a_killed_sweep_takes_its_runs_along_and_its_copy_continues(lab):
     assert lab.starts(1) == ["start", "resume"] and lab.is_whole("waits")
 
 
-BAD_ARGUMENTS = """
---env-ids a --command true 'true x'
---env-ids a --command 'true --seed 3'
---env-ids a --command 'nosuchprogram x'
---env-ids a --command true --workers 0
-"""
-
-
-@pytest.mark.parametrize("arguments", BAD_ARGUMENTS.strip().splitlines())
-def test_bad_arguments_are_refused(tmp_path, arguments):
-    argv = [sys.executable, SWEEP, *shlex.split(arguments)]
-    result = subprocess.run(argv, stderr=subprocess.PIPE, cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr and b"Traceback" not in result.stderr
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("command", ["true --seed 3", "nosuchprogram x"])
+def test_bad_commands_are_refused(lab, command):
+    lab.command = command
+    code, output = lab.sweep("fine")
+    assert code == 2 and f"--command {command!r}" in output
+    assert not lab.folder.exists()
 
 
 SBATCH = """#!/usr/bin/env python3
@@ -251,13 +228,12 @@ def test_slurm_array_runs_requeues_and_skips(lab):
     script = status(status(lab.starts(3)[-1], "PPid"), "PPid")  # the run's parent is sweep.py, whose is slurm.sbatch
     os.kill(int(script), signal.SIGUSR1)  # what SLURM does before the time limit
     lab.wait_until_live()
-    code, output = lab.sweep(*games, flags=["--index", "2", "--retries", "0"])
-    assert code == 1 and "BlockingIOError" in output, "a task does not touch a live run"
-    assert lab.sweep("fine")[0] == 2, "nor does a sweep"
+    assert lab.sweep(*games, flags=["--index", "0"])[0] == 0, "another task may work beside it"
+    assert lab.sweep("fine")[0] == 2, "a sweep may not"
     (lab.home / "fixed").touch()
     output, _ = submission.communicate(timeout=60)
     assert submission.returncode == 0
-    assert lab.starts(0) == "fine crash crash waits waits waits".split()
+    assert lab.starts(0) == "fine crash crash waits waits".split()
     assert re.findall(r"0,1,2%2 task (\d): (\d)", output) == [("0", "0"), ("1", "1"), ("2", "0")]
 
     output = lab.sweep(*games, flags=flags, PATH=path)[1]
@@ -282,17 +258,3 @@ def test_the_commands_of_the_shell_scripts_are_good(name, tiny, tmp_path):
         module = importlib.import_module(Path(script).stem)
         args = tyro.cli(module.Args, args=flags)
         assert (args.total_timesteps == 256) == (tiny == "1")
-
-
-@pytest.mark.slow
-def test_training_runs_of_a_killed_sweep_are_whole_after_the_same_call(tmp_path):
-    argv = ["bash", ROOT / "benchmark" / "ppg.sh", "--folder", tmp_path, "--env-ids", "bigfish", "--num-seeds", "2"]
-    environment = os.environ | {"TINY": "1", "CUDA_VISIBLE_DEVICES": ""}
-    runs = [tmp_path / "runs" / f"bigfish__ppg_procgen__{seed}" for seed in (1, 2)]
-    first = subprocess.Popen(argv, env=environment)
-    wait_for((runs[1] / "metrics.csv").exists)
-    first.kill()
-    assert subprocess.run(argv, env=environment, timeout=300).returncode == 0
-    for run_dir, num_starts in zip(runs, (1, 2), strict=True):
-        assert len((run_dir / "metrics.csv").read_text().splitlines()) == 1 + 4
-        assert (tmp_path / "logs" / f"{run_dir.name}.log").read_text().count("=== ") == num_starts
