@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from published_code import stand_in_for_mpi, their_names, to_tensorflow, weights
+from published_code import shapes_of, stand_in_for_mpi, their_names, to_tensorflow, weights
 
 RESULTS = Path(__file__).with_name("published_runs.npz")
 T, N = 8, 4
@@ -77,15 +77,11 @@ class Draws:
         self.permutation = np.random.RandomState(3).permutation  # order of samples or rollouts in an epoch
 
 
-class Projections:
-    """Products of parameters with random directions: one number each tells whether they are the same."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        rng = np.random.RandomState(4)
-        self.directions = [rng.normal(size=shape) for shape in shapes.values()]
-
-    def __call__(self, parameters: list[np.ndarray]) -> list[float]:
-        return [float((x * direction).sum()) for x, direction in zip(parameters, self.directions, strict=True)]
+def project(parameters: list[np.ndarray], shapes: list[tuple[int, ...]], turn=np.asarray) -> list[float]:
+    """Products of parameters with random directions of our shapes, turned to their axes: one number each tells whether
+    they are the same."""
+    rng = np.random.RandomState(4)
+    return [float((x * turn(rng.normal(size=shape))).sum()) for x, shape in zip(parameters, shapes, strict=True)]
 
 
 class Trace:
@@ -118,7 +114,7 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
     from phasic_policy_gradient import envs, logger, ppg, ppo
     from phasic_policy_gradient.impala_cnn import ImpalaEncoder
 
-    trace, draws, project = Trace(), Draws(), Projections(shapes)
+    trace, draws = Trace(), Draws()
     names = their_names(list(shapes), args["arch"])
     minibatches, epochs = [], []  # statistics of the present iteration, of the present auxiliary phase
 
@@ -144,7 +140,7 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
         """They log after each iteration, and after each epoch of an auxiliary phase."""
         logged = {name: float(x) for name, x in logger.getkvs().items()}
         state = model.state_dict()
-        projections = project([state[name].numpy() for name in names])
+        projections = project([state[name].numpy() for name in names], list(shapes.values()))
         if "Iter" in logged:
             # of separate epochs, those of the value function come first
             value_updates = minibatches[: args["e_value"] * args["num_minibatches"]]
@@ -198,8 +194,7 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
     from baselines.ppo2 import ppo2
     from procgen import ProcgenEnv
 
-    trace, draws, project = Trace(), Draws(), Projections(shapes)
-    logged = {}
+    trace, draws, logged = Trace(), Draws(), {}
 
     class Environments(VecEnvWrapper):
         def reset(self):
@@ -234,13 +229,12 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
 
     def dumpkvs():
         trace.losses.append(dict(logged))
-        trace.projections.append(project(sess.run(tf.trainable_variables("ppo2_model"))))
+        parameters = sess.run(tf.trainable_variables("ppo2_model"))
+        trace.projections.append(project(parameters, list(shapes.values()), to_tensorflow))
 
     levels = LEVELS | {"rand_seed": args["seed"]}
     venv = Environments(VecExtractDictObs(ProcgenEnv(num_envs=N, env_name=args["env_id"], **levels), "rgb"))
     venv = VecNormalize(VecMonitor(venv, keep_buf=100), ob=False)
-    # theirs have other axes: turn the directions instead of the parameters
-    project.directions = [to_tensorflow(direction) for direction in project.directions]
     options = {"nsteps": T, "nminibatches": args["num_minibatches"], "noptepochs": 3, "gamma": 0.999, "lam": 0.95}
     options |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "cliprange": 0.2, "lr": 5e-4}
     options |= {"total_timesteps": args["total_timesteps"], "log_interval": 1, "init_fn": load_weights}
@@ -262,9 +256,6 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
     sys.path.append(str(Path(__file__).parents[1]))
     from ppg_procgen import Agent
     from ppo_procgen import Agent as PPOAgent
-
-    def shapes_of(agent):
-        return {name: tuple(x.shape) for name, x in agent.named_parameters()}
 
     stand_in_for_mpi()
     np.bool = bool  # they need an older NumPy
