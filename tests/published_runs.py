@@ -90,12 +90,11 @@ class Trace:
     def __init__(self) -> None:
         self.actions, self.losses, self.projections = [], [], []
 
-    def arrays(self, columns: dict[str, str], num_steps: int) -> dict[str, np.ndarray]:
-        """The first num_steps steps of the run."""
-        num_iterations = num_steps // (T * N)
-        losses = [[row.get(name, np.nan) for name in columns.values()] for row in self.losses[:num_iterations]]
-        arrays = {"actions": np.array(self.actions[: num_iterations * T], dtype=np.uint8), "losses": np.array(losses)}
-        return arrays | {"projections": np.array(self.projections[:num_iterations])}
+    def arrays(self, args: dict, columns: dict[str, str]) -> dict[str, np.ndarray]:
+        k = args["total_timesteps"] // (T * N)  # theirs may have an iteration more
+        losses = [[row.get(name, np.nan) for name in columns.values()] for row in self.losses[:k]]
+        arrays = {"actions": np.array(self.actions[: k * T], dtype=np.uint8), "losses": np.array(losses)}
+        return arrays | {"projections": np.array(self.projections[:k])}
 
 
 def copy_in_float64(folder: str, copy: Path) -> None:
@@ -272,10 +271,9 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
         for name, args in PPG_RUNS.items():
             with contextlib.redirect_stdout(io.StringIO()):
                 trace = run_ppg(args, shapes_of(Agent(args["arch"])))
-            traces[name] = trace.arrays(PPG_COLUMNS, args["total_timesteps"])
-        for name, args in PPO_RUNS.items():
-            trace = run_ppo(args, shapes_of(PPOAgent()))
-            traces[name] = trace.arrays(PPO_COLUMNS, args["total_timesteps"])
+            traces[name] = trace.arrays(args, PPG_COLUMNS)
+        [(name, args)] = PPO_RUNS.items()
+        traces[name] = run_ppo(args, shapes_of(PPOAgent())).arrays(args, PPO_COLUMNS)
     arrays = {f"{name}/{key}": x for name, trace in traces.items() for key, x in trace.items()}
     np.savez_compressed(RESULTS, **arrays)
 

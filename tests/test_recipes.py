@@ -4,7 +4,6 @@ import importlib.util
 import re
 import signal
 import sys
-from functools import partial
 
 import gymnasium
 import numpy as np
@@ -136,11 +135,10 @@ def test_stack_frames(tmp_path):
 
 def test_stacked_frames_resume_exactly(tmp_path):
     module = recipe(tmp_path, "Stack frames", small=False)
-    make = partial(make_args, module, **CHEAP_PPG | {"checkpoint_interval": 1})
-    whole = train_script(module, make(tmp_path / "whole"), small=False)
-    part = interrupt(module, make(tmp_path / "part"), 2 * 8 + 5, small=False)
-    resume(module, part, small=False)
-    assert same(part, whole)
+    whole, part = (make_args(module, tmp_path / x, **CHEAP_PPG | {"checkpoint_interval": 1}) for x in "ab")
+    train_script(module, whole, small=False)
+    interrupt(module, part, 2 * 8 + 5, small=False)
+    assert same(resume(module, part.run_dir, small=False), tmp_path / "a")
 
 
 def test_use_another_network(tmp_path):
