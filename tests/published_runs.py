@@ -8,9 +8,7 @@ draw the same. The precision is float64, in a copy of the codes: in float32, rou
 first weights are those of published_code.py. Where PPO clips the gradient, its norm gets 1e-6 more, as in torch.
 """
 
-import contextlib
 import functools
-import io
 import os
 import shutil
 import sys
@@ -29,20 +27,18 @@ LEVELS = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0, "num_t
 # Arguments of our scripts. Together the runs take each branch of the training loop. The seeds of the levels are such
 # that some episodes end early, and some have rewards. "clipping" clips in every minibatch but an iteration's first
 PUBLISHED = SIZES | {"arch": "dual", "num_aux_rollouts": 2, "n_iteration": 1, "e_auxiliary": 1, "learning_rate": 5e-4}
-PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0}
+PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0, "total_timesteps": 2 * T * N}
 PPG_RUNS = {
     "dual": PUBLISHED | {"env_id": "dodgeball", "seed": 47, "total_timesteps": 4 * T * N, "n_iteration": 2},
     "detach": PUBLISHED | {"env_id": "jumper", "seed": 25, "total_timesteps": 5 * T * N, "n_iteration": 2},
-    "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "e_auxiliary": 2},
-    "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "total_timesteps": 2 * T * N},
-    "separate": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "arch": "shared"},
-    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 18, "total_timesteps": 2 * T * N, "learning_rate": 7e-4},
+    "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "arch": "shared", "e_policy": 3, "e_value": 3},
+    "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "e_policy": 2, "e_value": 3, "clip_coef": 0.0, "kl_coef": 1.0},
+    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 18, "e_policy": 2, "e_value": 2, "learning_rate": 7e-4},
+    # the one in which the two optimizers of the policy phase share parameters
+    "separate": PUBLISHED | {"env_id": "miner", "seed": 55, "arch": "shared", "e_value": 2},
 }
 PPG_RUNS["detach"] |= {"arch": "detach"}
-PPG_RUNS["shared"] |= {"arch": "shared", "e_policy": 3, "e_value": 3}
-PPG_RUNS["kl"] |= {"e_policy": 2, "e_value": 3, "clip_coef": 0.0, "kl_coef": 1.0}
-PPG_RUNS["separate"] |= {"e_value": 2}  # the one in which the two optimizers of the policy phase share parameters
-PPG_RUNS["clipping"] |= {"e_policy": 2, "e_value": 2}
+PPG_RUNS["shared"] |= {"e_auxiliary": 2}
 PPO_RUNS = {"ppo": SIZES | {"env_id": "jumper", "seed": 18, "total_timesteps": 3 * T * N}}
 
 # a column of our metrics.csv: what they log
@@ -269,9 +265,7 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
         torch_util.register_distributions_for_tree_util()
         logger.configure(dir=folder, format_strs=["log"])
         for name, args in PPG_RUNS.items():
-            with contextlib.redirect_stdout(io.StringIO()):
-                trace = run_ppg(args, shapes_of(Agent(args["arch"])))
-            traces[name] = trace.arrays(args, PPG_COLUMNS)
+            traces[name] = run_ppg(args, shapes_of(Agent(args["arch"]))).arrays(args, PPG_COLUMNS)
         [(name, args)] = PPO_RUNS.items()
         traces[name] = run_ppo(args, shapes_of(PPOAgent())).arrays(args, PPO_COLUMNS)
     arrays = {f"{name}/{key}": x for name, trace in traces.items() for key, x in trace.items()}
