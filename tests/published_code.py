@@ -133,39 +133,25 @@ def run_ppo(folder: str, shapes: dict[str, tuple[int, ...]]) -> dict:
     from baselines.common.models import build_impala_cnn
     from baselines.common.policies import build_policy
     from baselines.common.vec_env import VecNormalize
-    from baselines.common.vec_env.vec_env import VecEnv
     from baselines.ppo2.model import Model
     from baselines.ppo2.runner import Runner
 
     data = inputs()
 
-    class Replay(VecEnv):
-        def __init__(self):
-            super().__init__(N, gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(15))
-            self.t = 0
+    # a game and a model that play our rollout; nobody looks at the observation after the last step
+    steps = zip(np.roll(data["obs"], -1, 0), data["rewards"], data["firsts"][1:], [[{}] * N] * T, strict=True)
+    game = types.SimpleNamespace(num_envs=N, action_space=gym.spaces.Discrete(15))
+    game.observation_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    game.reset = lambda: data["obs"][0]
+    game.step_async = lambda actions: None
+    game.step_wait = lambda: next(steps)
+    outputs = zip(data["actions"], data["values"][:T], [None] * T, -data["logprobs"], strict=True)
+    player = types.SimpleNamespace(initial_state=None)
+    player.step = lambda obs, **_: next(outputs)
+    player.value = lambda obs, **_: data["values"][T]
 
-        def reset(self):
-            return data["obs"][0]
-
-        def step_async(self, actions):
-            self.t += 1
-
-        def step_wait(self):
-            obs = data["obs"][min(self.t, T - 1)]
-            return obs, data["rewards"][self.t - 1], data["firsts"][self.t], [{} for _ in range(N)]
-
-    class ReplayModel:
-        initial_state, t = None, -1
-
-        def step(self, obs, **_):
-            self.t += 1
-            return data["actions"][self.t], data["values"][self.t], None, -data["logprobs"][self.t]
-
-        def value(self, obs, **_):
-            return data["values"][T]
-
-    env = VecNormalize(Replay(), ob=False)
-    runner = Runner(env=env, model=ReplayModel(), nsteps=T, gamma=GAMMA, lam=GAE_LAMBDA)
+    env = VecNormalize(game, ob=False)
+    runner = Runner(env=env, model=player, nsteps=T, gamma=GAMMA, lam=GAE_LAMBDA)
     obs, returns, masks, actions, values, neglogpacs, _, _ = runner.run()  # (N * T,)
     numbers = {"returns": returns.reshape(N, T).T, "updates": []}
     sess = tf.Session(config=tf.ConfigProto(intra_op_parallelism_threads=1, inter_op_parallelism_threads=1))
@@ -185,6 +171,10 @@ def run_ppo(folder: str, shapes: dict[str, tuple[int, ...]]) -> dict:
     return numbers
 
 
+def shapes_of(agent) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in agent.named_parameters()}
+
+
 def as_lists(x):
     if isinstance(x, dict | list):
         return {k: as_lists(y) for k, y in x.items()} if isinstance(x, dict) else [as_lists(y) for y in x]
@@ -199,9 +189,6 @@ def main() -> None:
     stand_in_for_mpi()
     from ppg_procgen import Agent
     from ppo_procgen import Agent as PPOAgent
-
-    def shapes_of(agent):
-        return {name: tuple(x.shape) for name, x in agent.named_parameters()}
 
     results = {}
     for name, (arch, kl_penalty, clip_param) in VARIANTS.items():

@@ -8,9 +8,7 @@ draw the same. The precision is float64, in a copy of the codes: in float32, rou
 first weights are those of published_code.py. Where PPO clips the gradient, its norm gets 1e-6 more, as in torch.
 """
 
-import contextlib
 import functools
-import io
 import os
 import shutil
 import sys
@@ -19,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from published_code import stand_in_for_mpi, their_names, to_tensorflow, weights
+from published_code import shapes_of, stand_in_for_mpi, their_names, to_tensorflow, weights
 
 RESULTS = Path(__file__).with_name("published_runs.npz")
 T, N = 8, 4
@@ -29,20 +27,18 @@ LEVELS = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0, "num_t
 # Arguments of our scripts. Together the runs take each branch of the training loop. The seeds of the levels are such
 # that some episodes end early, and some have rewards. "clipping" clips in every minibatch but an iteration's first
 PUBLISHED = SIZES | {"arch": "dual", "num_aux_rollouts": 2, "n_iteration": 1, "e_auxiliary": 1, "learning_rate": 5e-4}
-PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0}
+PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0, "total_timesteps": 2 * T * N}
 PPG_RUNS = {
     "dual": PUBLISHED | {"env_id": "dodgeball", "seed": 47, "total_timesteps": 4 * T * N, "n_iteration": 2},
     "detach": PUBLISHED | {"env_id": "jumper", "seed": 25, "total_timesteps": 5 * T * N, "n_iteration": 2},
-    "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "e_auxiliary": 2},
-    "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "total_timesteps": 2 * T * N},
-    "separate": PUBLISHED | {"env_id": "miner", "seed": 55, "total_timesteps": 2 * T * N, "arch": "shared"},
-    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 18, "total_timesteps": 2 * T * N, "learning_rate": 7e-4},
+    "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "arch": "shared", "e_policy": 3, "e_value": 3},
+    "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "e_policy": 2, "e_value": 3, "clip_coef": 0.0, "kl_coef": 1.0},
+    "clipping": PUBLISHED | {"env_id": "jumper", "seed": 18, "e_policy": 2, "e_value": 2, "learning_rate": 7e-4},
+    # the one in which the two optimizers of the policy phase share parameters
+    "separate": PUBLISHED | {"env_id": "miner", "seed": 55, "arch": "shared", "e_value": 2},
 }
 PPG_RUNS["detach"] |= {"arch": "detach"}
-PPG_RUNS["shared"] |= {"arch": "shared", "e_policy": 3, "e_value": 3}
-PPG_RUNS["kl"] |= {"e_policy": 2, "e_value": 3, "clip_coef": 0.0, "kl_coef": 1.0}
-PPG_RUNS["separate"] |= {"e_value": 2}  # the one in which the two optimizers of the policy phase share parameters
-PPG_RUNS["clipping"] |= {"e_policy": 2, "e_value": 2}
+PPG_RUNS["shared"] |= {"e_auxiliary": 2}
 PPO_RUNS = {"ppo": SIZES | {"env_id": "jumper", "seed": 18, "total_timesteps": 3 * T * N}}
 
 # a column of our metrics.csv: what they log
@@ -77,15 +73,11 @@ class Draws:
         self.permutation = np.random.RandomState(3).permutation  # order of samples or rollouts in an epoch
 
 
-class Projections:
-    """Products of parameters with random directions: one number each tells whether they are the same."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        rng = np.random.RandomState(4)
-        self.directions = [rng.normal(size=shape) for shape in shapes.values()]
-
-    def __call__(self, parameters: list[np.ndarray]) -> list[float]:
-        return [float((x * direction).sum()) for x, direction in zip(parameters, self.directions, strict=True)]
+def project(parameters: list[np.ndarray], shapes: list[tuple[int, ...]], turn=np.asarray) -> list[float]:
+    """Products of parameters with random directions of our shapes, turned to their axes: one number each tells whether
+    they are the same."""
+    rng = np.random.RandomState(4)
+    return [float((x * turn(rng.normal(size=shape))).sum()) for x, shape in zip(parameters, shapes, strict=True)]
 
 
 class Trace:
@@ -94,12 +86,11 @@ class Trace:
     def __init__(self) -> None:
         self.actions, self.losses, self.projections = [], [], []
 
-    def arrays(self, columns: dict[str, str], num_steps: int) -> dict[str, np.ndarray]:
-        """The first num_steps steps of the run."""
-        num_iterations = num_steps // (T * N)
-        losses = [[row.get(name, np.nan) for name in columns.values()] for row in self.losses[:num_iterations]]
-        arrays = {"actions": np.array(self.actions[: num_iterations * T], dtype=np.uint8), "losses": np.array(losses)}
-        return arrays | {"projections": np.array(self.projections[:num_iterations])}
+    def arrays(self, args: dict, columns: dict[str, str]) -> dict[str, np.ndarray]:
+        k = args["total_timesteps"] // (T * N)  # theirs may have an iteration more
+        losses = [[row.get(name, np.nan) for name in columns.values()] for row in self.losses[:k]]
+        arrays = {"actions": np.array(self.actions[: k * T], dtype=np.uint8), "losses": np.array(losses)}
+        return arrays | {"projections": np.array(self.projections[:k])}
 
 
 def copy_in_float64(folder: str, copy: Path) -> None:
@@ -118,7 +109,7 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
     from phasic_policy_gradient import envs, logger, ppg, ppo
     from phasic_policy_gradient.impala_cnn import ImpalaEncoder
 
-    trace, draws, project = Trace(), Draws(), Projections(shapes)
+    trace, draws = Trace(), Draws()
     names = their_names(list(shapes), args["arch"])
     minibatches, epochs = [], []  # statistics of the present iteration, of the present auxiliary phase
 
@@ -144,7 +135,7 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
         """They log after each iteration, and after each epoch of an auxiliary phase."""
         logged = {name: float(x) for name, x in logger.getkvs().items()}
         state = model.state_dict()
-        projections = project([state[name].numpy() for name in names])
+        projections = project([state[name].numpy() for name in names], list(shapes.values()))
         if "Iter" in logged:
             # of separate epochs, those of the value function come first
             value_updates = minibatches[: args["e_value"] * args["num_minibatches"]]
@@ -198,8 +189,7 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
     from baselines.ppo2 import ppo2
     from procgen import ProcgenEnv
 
-    trace, draws, project = Trace(), Draws(), Projections(shapes)
-    logged = {}
+    trace, draws, logged = Trace(), Draws(), {}
 
     class Environments(VecEnvWrapper):
         def reset(self):
@@ -234,13 +224,12 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
 
     def dumpkvs():
         trace.losses.append(dict(logged))
-        trace.projections.append(project(sess.run(tf.trainable_variables("ppo2_model"))))
+        parameters = sess.run(tf.trainable_variables("ppo2_model"))
+        trace.projections.append(project(parameters, list(shapes.values()), to_tensorflow))
 
     levels = LEVELS | {"rand_seed": args["seed"]}
     venv = Environments(VecExtractDictObs(ProcgenEnv(num_envs=N, env_name=args["env_id"], **levels), "rgb"))
     venv = VecNormalize(VecMonitor(venv, keep_buf=100), ob=False)
-    # theirs have other axes: turn the directions instead of the parameters
-    project.directions = [to_tensorflow(direction) for direction in project.directions]
     options = {"nsteps": T, "nminibatches": args["num_minibatches"], "noptepochs": 3, "gamma": 0.999, "lam": 0.95}
     options |= {"ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "cliprange": 0.2, "lr": 5e-4}
     options |= {"total_timesteps": args["total_timesteps"], "log_interval": 1, "init_fn": load_weights}
@@ -263,9 +252,6 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
     from ppg_procgen import Agent
     from ppo_procgen import Agent as PPOAgent
 
-    def shapes_of(agent):
-        return {name: tuple(x.shape) for name, x in agent.named_parameters()}
-
     stand_in_for_mpi()
     np.bool = bool  # they need an older NumPy
     torch.set_default_dtype(torch.float64)
@@ -279,12 +265,9 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
         torch_util.register_distributions_for_tree_util()
         logger.configure(dir=folder, format_strs=["log"])
         for name, args in PPG_RUNS.items():
-            with contextlib.redirect_stdout(io.StringIO()):
-                trace = run_ppg(args, shapes_of(Agent(args["arch"])))
-            traces[name] = trace.arrays(PPG_COLUMNS, args["total_timesteps"])
-        for name, args in PPO_RUNS.items():
-            trace = run_ppo(args, shapes_of(PPOAgent()))
-            traces[name] = trace.arrays(PPO_COLUMNS, args["total_timesteps"])
+            traces[name] = run_ppg(args, shapes_of(Agent(args["arch"]))).arrays(args, PPG_COLUMNS)
+        [(name, args)] = PPO_RUNS.items()
+        traces[name] = run_ppo(args, shapes_of(PPOAgent())).arrays(args, PPO_COLUMNS)
     arrays = {f"{name}/{key}": x for name, trace in traces.items() for key, x in trace.items()}
     np.savez_compressed(RESULTS, **arrays)
 

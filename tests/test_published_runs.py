@@ -9,7 +9,7 @@ import tensorflow_habits
 import torch
 from conftest import read_rows, train
 from published_code import weights
-from published_runs import PPG_COLUMNS, PPG_RUNS, PPO_COLUMNS, PPO_RUNS, RESULTS, Draws, N, Projections, T
+from published_runs import PPG_COLUMNS, PPG_RUNS, PPO_COLUMNS, PPO_RUNS, RESULTS, Draws, N, T, project
 from worker import use_float64
 
 import ppg_procgen
@@ -57,8 +57,8 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
 
     def log(self, *row, original=script.Logger.log):
         original(self, *row)
-        project = Projections({name: x.shape for name, x in agents[0].named_parameters()})
-        projections.append(project([x.detach().numpy() for x in agents[0].parameters()]))
+        parameters = [x.detach().numpy() for x in agents[0].parameters()]
+        projections.append(project(parameters, [x.shape for x in parameters]))
 
     if script is ppo_procgen:
         tensorflow_habits.install(setattr)

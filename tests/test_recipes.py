@@ -4,7 +4,6 @@ import importlib.util
 import re
 import signal
 import sys
-from functools import partial
 
 import gymnasium
 import numpy as np
@@ -88,24 +87,19 @@ def test_change_the_policy_loss(tmp_path):
         assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_another_environment_and_its_time_limits(tmp_path):
+def test_another_environment_and_its_time_limits_and_resuming(tmp_path, monkeypatch):
     module = recipe(tmp_path, "Use another environment", "Bootstrap at time limits")
+    worker.install_kill(module, monkeypatch.setattr, "compute_gae", 3, signal.SIGINT)
+    with pytest.raises(SystemExit, match="130"):
+        train(module, tmp_path, env_id="Blink-v0", eval_interval=4, checkpoint_interval=1)
     seen = record_gae(module)
-    rows = train(module, tmp_path, env_id="Blink-v0", eval_interval=4)
-    assert [float(row["charts/episodic_return"]) for row in rows] == [5.0] * 4
+    rows = read_rows(resume(module, tmp_path / "run"))
+    assert [float(rows[k]["charts/episodic_return"]) for k in (0, 1, 3)] == [5.0] * 3  # rows[2]: new episodes begin
     assert float(rows[-1]["eval/test_return"]) == 5.0
     rewards, values, dones, *_ = seen[-1]
     ended = dones[1:] == 1
     # all observations are the same: where the limit cuts, the value of one more of them is added
     np.testing.assert_allclose(rewards[ended], rewards[~ended].mean() + 0.999 * values[:-1][ended], atol=1e-3)
-
-
-def test_interrupt_and_resume_another_environment(tmp_path, monkeypatch):
-    module = recipe(tmp_path, "Use another environment")
-    worker.install_kill(module, monkeypatch.setattr, "compute_gae", 3, signal.SIGINT)
-    with pytest.raises(SystemExit, match="130"):
-        train(module, tmp_path, env_id="Blink-v0", checkpoint_interval=1)
-    assert len(read_rows(resume(module, tmp_path / "run"))) == 4
 
 
 @pytest.mark.parametrize("title, package", [("Play Atari", "ale_py"), ("Play MiniGrid", "minigrid")])
@@ -136,11 +130,10 @@ def test_stack_frames(tmp_path):
 
 def test_stacked_frames_resume_exactly(tmp_path):
     module = recipe(tmp_path, "Stack frames", small=False)
-    make = partial(make_args, module, **CHEAP_PPG | {"checkpoint_interval": 1})
-    whole = train_script(module, make(tmp_path / "whole"), small=False)
-    part = interrupt(module, make(tmp_path / "part"), 2 * 8 + 5, small=False)
-    resume(module, part, small=False)
-    assert same(part, whole)
+    whole, part = (make_args(module, tmp_path / x, **CHEAP_PPG | {"checkpoint_interval": 1}) for x in "ab")
+    train_script(module, whole, small=False)
+    interrupt(module, part, 2 * 8 + 5, small=False)
+    assert same(resume(module, part.run_dir, small=False), tmp_path / "a")
 
 
 def test_use_another_network(tmp_path):

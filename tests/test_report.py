@@ -212,26 +212,17 @@ def test_a_page_on_many_levels(tmp_path, page):
         assert (tmp_path / "out" / f"{name}.svg").exists()
 
 
-def test_a_page_on_one_level_has_no_scores_and_no_profile(tmp_path, page):
-    for seed, level in enumerate((10, 10)):
-        write_run(tmp_path / "runs", "maze", seed=seed, num_levels=1, start_level=0, num_rows=10)
-        write_run(tmp_path / "runs", "ninja", seed=seed, num_levels=1, start_level=level, num_rows=10)
-    text, printed = page(tmp_path / "runs")
-    assert "Normalized" not in text and "start_level" not in printed  # games may have levels of their own
-    assert rows_of(text, "### Return at")[0] == ["game", "ppg_procgen", "ppg_procgen, unseen levels"]
+def test_the_page_of_the_committed_runs(page):
+    """They are on one level, and have no scores."""
+    folder = ROOT / "benchmark" / "results" / "small"
+    text, _ = page(folder)
+    assert text == (folder / "page" / "report.md").read_text()
 
 
 @pytest.mark.slow
-def test_figure2_and_the_committed_runs_from_the_shell(tmp_path):
-    def run(*arguments):
-        argv = [sys.executable, ROOT / "benchmark" / "report.py", *arguments, "--reps", "50"]
-        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
-
-    assert run("--figure2").returncode == 0
+def test_figure2_from_the_shell(tmp_path):
+    argv = [sys.executable, ROOT / "benchmark" / "report.py"]
+    subprocess.run([*argv, "--figure2"], cwd=tmp_path, check=True)
     assert Image.open(tmp_path / "report" / "figure2.png").width > 1300
-    assert run(ROOT / "benchmark" / "results" / "small", "--out", "small").returncode == 0
-    table = rows_of((tmp_path / "small" / "report.md").read_text(), "### Return at 32,768 steps")
-    committed = (ROOT / "benchmark" / "results" / "small" / "page" / "report.md").read_text()
-    assert table == rows_of(committed, "### Return at 32,768 steps")
-    result = run("nowhere")
-    assert result.returncode == 2 and "no runs under nowhere" in result.stderr
+    result = subprocess.run([*argv, "nowhere"], cwd=tmp_path, stderr=subprocess.PIPE)
+    assert result.returncode == 2 and b"no runs under nowhere" in result.stderr

@@ -150,12 +150,9 @@ def test_where_the_default_gpus_come_from(lab):
     path = lab.add_program("nvidia-smi", "#!/bin/sh\nprintf '0\\n1\\n'\n")
     assert lab.sweep("fine.1", "fine.2", PATH=path)[0] == 0
     assert lab.sweep("fine.3", "fine.4", PATH=path, CUDA_VISIBLE_DEVICES="6,7")[0] == 0
-    assert lab.sweep("fine.5", PATH=path, flags=["--gpus"])[0] == 0
     lab.add_program("nvidia-smi", "#!/bin/sh\nexit 9\n")
-    assert lab.sweep("fine.6", PATH=path)[0] == 1, "a broken driver does not send runs to the CPU"
-    path = os.path.dirname(sys.executable)  # it has no nvidia-smi
-    assert lab.sweep("fine.6", PATH=path)[0] == 0
-    assert sorted(lab.starts(2)) == ["0", "1", "6", "7", "none", "unset"]
+    assert lab.sweep("fine.5", PATH=path)[0] == 1, "a broken driver does not send runs to the CPU"
+    assert sorted(lab.starts(2)) == ["0", "1", "6", "7"]
 
 
 def test_a_second_sweep_is_refused_and_nohup_keeps_the_first_alive(lab):
@@ -168,41 +165,28 @@ def test_a_second_sweep_is_refused_and_nohup_keeps_the_first_alive(lab):
     assert first.wait(timeout=60) == 0 and lab.starts(1) == ["start"]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_stops_the_runs(lab, signum):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_stops_the_runs_and_a_moved_folder_continues(lab, signum):
     process = lab.popen("waits", "fine")
     lab.wait_until_live()
     process.send_signal(signum)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signum and "stopped" in output
+    if signum == signal.SIGKILL:
+        wait_for(lambda: has_ended(lab.starts(3)[0]))
+    else:
+        assert process.returncode == 128 + signum and "stopped" in output
     assert lab.starts(0) == ["waits"]
     assert has_ended(lab.starts(3)[0])
-
-
-def test_a_killed_sweep_takes_its_runs_along_and_its_copy_continues(lab):
-    process = lab.popen("waits")
-    lab.wait_until_live()
-    process.kill()
-    wait_for(lambda: has_ended(lab.starts(3)[0]))
     (lab.home / "fixed").touch()
     lab.folder = lab.folder.rename(lab.home / "elsewhere")
     assert lab.sweep("waits")[0] == 0
     assert lab.starts(1) == ["start", "resume"] and lab.is_whole("waits")
 
 
-@pytest.mark.parametrize("command", ["true --seed 3", "nosuchprogram x"])
-def test_bad_commands_are_refused(lab, command):
-    lab.command = command
-    code, output = lab.sweep("fine")
-    assert code == 2 and f"--command {command!r}" in output
-    assert not lab.folder.exists()
-
-
 SBATCH = """#!/usr/bin/env python3
 # Runs the tasks one after the other; a task that asks for a requeue runs again.
 import os, pathlib, subprocess, sys
-number = next(i for i, word in enumerate(sys.argv) if word.endswith(".sbatch"))
-array, name, output = [word.split("=", 1)[1] for word in sys.argv[1:number]]
+array, name, output = [option.split("=", 1)[1] for option in sys.argv[1:4]]
 requeued = pathlib.Path(__file__).with_name("requeued")
 for index in array.partition("%")[0].split(","):
     environment = os.environ | {"SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "0"}
@@ -210,7 +194,7 @@ for index in array.partition("%")[0].split(","):
     while requeued.exists():
         requeued.unlink()
         with open(output.replace("%A", "7").replace("%a", index), "a") as log:
-            task = subprocess.run(["bash", *sys.argv[number:]], env=environment, stdout=log, stderr=log)
+            task = subprocess.run(["bash", *sys.argv[4:]], env=environment, stdout=log, stderr=log)
     print(f"array {array} task {index}: {task.returncode}", flush=True)
 """
 # A requeue ends the processes of the job.
@@ -239,8 +223,6 @@ def test_slurm_array_runs_requeues_and_skips(lab):
     output = lab.sweep(*games, flags=flags, PATH=path)[1]
     assert "array 1%2 task 1: 0" in output, "only what has failed is submitted again"
     assert lab.is_whole(*games)
-    code, output = lab.sweep(*games, flags=flags, PATH=path)
-    assert code == 0 and "all runs are finished" in output and "task 1" not in output
 
 
 RUNS = {"ppg": 9, "ppo": 9, "ppg_16": 48, "ppo_16": 48}
