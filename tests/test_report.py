@@ -129,8 +129,6 @@ def test_curves_average_in_bins_and_last_while_most_runs_do():
     assert points[points.run == "40"].global_step.max() == 40 and points.global_step.max() == 80
     over_time = pictures.binned(curves, "wall_time", 100)  # there a run that has ended keeps its value
     assert over_time.groupby("wall_time").episodic_return.mean().tolist() == pytest.approx([220 / 3] * 80)
-    sparse = pictures.binned(curve([1.0, 3, 9], [5, 10, 40]), "global_step", 500)
-    assert sparse.episodic_return.tolist() == pytest.approx([1, 3, 9])
 
 
 # ---- reading

@@ -49,7 +49,6 @@ if not (home / "fixed").exists():
         (home / "ready").touch()
         while not (home / "fixed").exists():
             time.sleep(0.02)
-(run_dir / "agent.pt").touch()
 """
 
 
@@ -90,9 +89,6 @@ class Lab:
         (folder / name).chmod(0o755)
         return f"{folder}:{os.environ['PATH']}"
 
-    def is_whole(self, *games: str) -> bool:
-        return all((self.folder / "runs" / f"{game}__fake__1" / "agent.pt").exists() for game in games)
-
 
 @pytest.fixture
 def lab(tmp_path, monkeypatch):
@@ -116,7 +112,7 @@ def test_one_crashes_one_is_killed_one_is_fine_and_the_same_call_completes(lab):
     assert code == 1
     assert "FAILED crash__fake__1: exit code 1: the GPU caught fire" in output
     assert "FAILED killed__fake__1: killed by SIGKILL" in output
-    assert "2 of 4 runs failed" in output and lab.is_whole("flaky", "fine")
+    assert "2 of 4 runs failed" in output
     assert sorted(lab.starts(0)) == "crash crash fine flaky flaky killed killed".split()
     wait_for(lambda: has_ended((lab.home / "child").read_text()))  # what the crashed run left behind
     assert (lab.folder / "logs" / "crash__fake__1.log").read_text().count("the GPU caught fire") == 2
@@ -126,7 +122,6 @@ def test_one_crashes_one_is_killed_one_is_fine_and_the_same_call_completes(lab):
     assert code == 0 and "all runs are finished" in output
     assert lab.starts(0)[7:] == ["crash", "killed", "fine"]
     assert lab.starts(1)[7:] == ["resume", "resume", "start"]
-    assert lab.is_whole("crash", "killed", "fine.2")
 
 
 def test_other_flags_do_not_pass_for_finished_runs_and_bad_arguments_are_not_tried_again(lab):
@@ -180,21 +175,20 @@ def test_a_signal_stops_the_runs_and_a_moved_folder_continues(lab, signum):
     (lab.home / "fixed").touch()
     lab.folder = lab.folder.rename(lab.home / "elsewhere")
     assert lab.sweep("waits")[0] == 0
-    assert lab.starts(1) == ["start", "resume"] and lab.is_whole("waits")
+    assert lab.starts(1) == ["start", "resume"]
 
 
 SBATCH = """#!/usr/bin/env python3
 # Runs the tasks one after the other; a task that asks for a requeue runs again.
 import os, pathlib, subprocess, sys
-array, name, output = [option.split("=", 1)[1] for option in sys.argv[1:4]]
+array = sys.argv[1].removeprefix("--array=")
 requeued = pathlib.Path(__file__).with_name("requeued")
 for index in array.partition("%")[0].split(","):
     environment = os.environ | {"SLURM_ARRAY_TASK_ID": index, "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "0"}
     requeued.touch()
     while requeued.exists():
         requeued.unlink()
-        with open(output.replace("%A", "7").replace("%a", index), "a") as log:
-            task = subprocess.run(["bash", *sys.argv[4:]], env=environment, stdout=log, stderr=log)
+        task = subprocess.run(["bash", *sys.argv[4:]], env=environment, capture_output=True)
     print(f"array {array} task {index}: {task.returncode}", flush=True)
 """
 # A requeue ends the processes of the job.
@@ -222,7 +216,6 @@ def test_slurm_array_runs_requeues_and_skips(lab):
 
     output = lab.sweep(*games, flags=flags, PATH=path)[1]
     assert "array 1%2 task 1: 0" in output, "only what has failed is submitted again"
-    assert lab.is_whole(*games)
 
 
 RUNS = {"ppg": 9, "ppo": 9, "ppg_16": 48, "ppo_16": 48}
