@@ -85,7 +85,7 @@ def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(
 
 
 @pytest.mark.learning
-@pytest.mark.parametrize("num_ranks, seconds", [(1, (0.1, 3)), (2, (0.5, 6))])  # two ranks first find each other
+@pytest.mark.parametrize("num_ranks, seconds", [(1, (0.1, 3)), (2, (0.5, 4))])  # two ranks first find each other
 def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks, seconds):
     """A rank is killed, another ends by itself; they resume until they end: the same bits, and little is lost."""
     flags = TINY_PPG | {"total_timesteps": num_ranks * 64 * 12, "n_iteration": 4, "e_auxiliary": 3}
