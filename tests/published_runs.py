@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
@@ -26,8 +27,9 @@ LEVELS = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0, "num_t
 
 # Arguments of our scripts. Together the runs take each branch of the training loop. The seeds of the levels are such
 # that some episodes end early, and some have rewards. "clipping" clips in every minibatch but an iteration's first
-PUBLISHED = SIZES | {"arch": "dual", "num_aux_rollouts": 2, "n_iteration": 1, "e_auxiliary": 1, "learning_rate": 5e-4}
-PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0, "total_timesteps": 2 * T * N}
+PUBLISHED = SIZES | {"arch": "dual", "num_aux_rollouts": 2, "n_iteration": 1, "e_auxiliary": 1, "aux_dtype": "float32"}
+PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0}
+PUBLISHED |= {"learning_rate": 5e-4, "total_timesteps": 2 * T * N}
 PPG_RUNS = {
     "dual": PUBLISHED | {"env_id": "dodgeball", "seed": 47, "total_timesteps": 4 * T * N, "n_iteration": 2},
     "detach": PUBLISHED | {"env_id": "jumper", "seed": 25, "total_timesteps": 5 * T * N, "n_iteration": 2},
@@ -80,17 +82,12 @@ def project(parameters: list[np.ndarray], shapes: list[tuple[int, ...]], turn=np
     return [float((x * turn(rng.normal(size=shape))).sum()) for x, shape in zip(parameters, shapes, strict=True)]
 
 
-class Trace:
-    """What a run does: the actions of each step; losses, by their names, and projections of each iteration."""
-
-    def __init__(self) -> None:
-        self.actions, self.losses, self.projections = [], [], []
-
-    def arrays(self, args: dict, columns: dict[str, str]) -> dict[str, np.ndarray]:
-        k = args["total_timesteps"] // (T * N)  # theirs may have an iteration more
-        losses = [[row.get(name, np.nan) for name in columns.values()] for row in self.losses[:k]]
-        arrays = {"actions": np.array(self.actions[: k * T], dtype=np.uint8), "losses": np.array(losses)}
-        return arrays | {"projections": np.array(self.projections[:k])}
+def as_arrays(trace: dict[str, list], args: dict, columns: dict[str, str]) -> dict[str, np.ndarray]:
+    """What a run has done: the actions of each step; losses, by their names, and projections of each iteration."""
+    k = args["total_timesteps"] // (T * N)  # theirs may have an iteration more
+    losses = [[row.get(name, np.nan) for name in columns.values()] for row in trace["losses"][:k]]
+    arrays = {"actions": np.array(trace["actions"][: k * T], dtype=np.uint8), "losses": np.array(losses)}
+    return arrays | {"projections": np.array(trace["projections"][:k])}
 
 
 def copy_in_float64(folder: str, copy: Path) -> None:
@@ -102,20 +99,20 @@ def copy_in_float64(folder: str, copy: Path) -> None:
     sys.path.insert(0, str(copy))
 
 
-def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
+def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
     """shapes: of our parameters."""
     import gym3
     import torch
     from phasic_policy_gradient import envs, logger, ppg, ppo
     from phasic_policy_gradient.impala_cnn import ImpalaEncoder
 
-    trace, draws = Trace(), Draws()
+    trace, draws = defaultdict(list), Draws()
     names = their_names(list(shapes), args["arch"])
     minibatches, epochs = [], []  # statistics of the present iteration, of the present auxiliary phase
 
     class Environments(gym3.Wrapper):
         def act(self, actions):
-            trace.actions.append(actions)
+            trace["actions"].append(actions)
             super().act(actions)
 
         def observe(self):
@@ -145,13 +142,13 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
             means["pg_and_kl"] = means["pg"] + means["pi_kl"]
             if args["clip_coef"] == 0:
                 means["clipfrac"] = 0.0  # they count every ratio that is not 1
-            trace.losses.append(logged | means)
-            trace.projections.append(projections)
+            trace["losses"].append(logged | means)
+            trace["projections"].append(projections)
             minibatches.clear()
         else:
             epochs.append(logged)
-            trace.losses[-1] |= {name: np.mean([epoch[name] for epoch in epochs]) for name in logged}
-            trace.projections[-1] = projections
+            trace["losses"][-1] |= {name: np.mean([epoch[name] for epoch in epochs]) for name in logged}
+            trace["projections"][-1] = projections
             if len(epochs) == args["e_auxiliary"]:
                 epochs.clear()
         original()
@@ -177,7 +174,7 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
     return trace
 
 
-def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
+def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
     """shapes: of our parameters."""
     import tensorflow.compat.v1 as tf
 
@@ -189,14 +186,14 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
     from baselines.ppo2 import ppo2
     from procgen import ProcgenEnv
 
-    trace, draws, logged = Trace(), Draws(), {}
+    trace, draws, logged = defaultdict(list), Draws(), {}
 
     class Environments(VecEnvWrapper):
         def reset(self):
             return self.venv.reset()
 
         def step_async(self, actions):
-            trace.actions.append(actions)
+            trace["actions"].append(actions)
             self.venv.step_async(actions)
 
         def step_wait(self):
@@ -223,9 +220,9 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> Trace:
             variable.load(to_tensorflow(x), sess)
 
     def dumpkvs():
-        trace.losses.append(dict(logged))
+        trace["losses"].append(dict(logged))
         parameters = sess.run(tf.trainable_variables("ppo2_model"))
-        trace.projections.append(project(parameters, list(shapes.values()), to_tensorflow))
+        trace["projections"].append(project(parameters, list(shapes.values()), to_tensorflow))
 
     levels = LEVELS | {"rand_seed": args["seed"]}
     venv = Environments(VecExtractDictObs(ProcgenEnv(num_envs=N, env_name=args["env_id"], **levels), "rgb"))
@@ -265,9 +262,10 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
         torch_util.register_distributions_for_tree_util()
         logger.configure(dir=folder, format_strs=["log"])
         for name, args in PPG_RUNS.items():
-            traces[name] = run_ppg(args, shapes_of(Agent(args["arch"]))).arrays(args, PPG_COLUMNS)
+            trace = run_ppg(args, shapes_of(Agent(args["arch"])))
+            traces[name] = as_arrays(trace, args, PPG_COLUMNS)
         [(name, args)] = PPO_RUNS.items()
-        traces[name] = run_ppo(args, shapes_of(PPOAgent())).arrays(args, PPO_COLUMNS)
+        traces[name] = as_arrays(run_ppo(args, shapes_of(PPOAgent())), args, PPO_COLUMNS)
     arrays = {f"{name}/{key}": x for name, trace in traces.items() for key, x in trace.items()}
     np.savez_compressed(RESULTS, **arrays)
 

@@ -21,13 +21,11 @@ PUBLISHED = np.load(RESULTS)
 
 
 def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
-    """Train with the draws of the published run. Returns what it did."""
+    """Train with the first weights and the draws of the published run. Returns what it did."""
     script, args, columns = RUNS[name]
     draws, agents, actions, projections = Draws(), [], [], []
 
     class FixedAgent(script.Agent):
-        """Begins with the published run's weights."""
-
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             agents.append(self)
@@ -67,8 +65,6 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
     setattr(script.Logger, "log", log)
     setattr(torch, "randperm", randperm)
     flags = args | {"cuda": False, "env_threads": 0, "run_dir": str(run_dir)}
-    if script is ppg_procgen:
-        flags["aux_dtype"] = "float32"
     rows = read_rows(train(script, script.Args(**flags), small=False))
     losses = [[float(row.get(column) or "nan") for column in columns] for row in rows]
     return {"actions": np.array(actions), "losses": np.array(losses), "projections": np.array(projections)}

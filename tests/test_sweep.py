@@ -145,8 +145,6 @@ def test_where_the_default_gpus_come_from(lab):
     path = lab.add_program("nvidia-smi", "#!/bin/sh\nprintf '0\\n1\\n'\n")
     assert lab.sweep("fine.1", "fine.2", PATH=path)[0] == 0
     assert lab.sweep("fine.3", "fine.4", PATH=path, CUDA_VISIBLE_DEVICES="6,7")[0] == 0
-    lab.add_program("nvidia-smi", "#!/bin/sh\nexit 9\n")
-    assert lab.sweep("fine.5", PATH=path)[0] == 1, "a broken driver does not send runs to the CPU"
     assert sorted(lab.starts(2)) == ["0", "1", "6", "7"]
 
 
