@@ -50,7 +50,7 @@ PPG = {
         ("params, args.max_grad_norm or math.inf", "params, math.inf"),
         ("torch.manual_seed(args.seed)", "torch.manual_seed(0)"),
         ("not any(path.parent.iterdir())", "True"),
-        ("if not math.isfinite(means[prefix + name]):", "if False:"),
+        ("require(not changed,", "require(True,"),
     ],
     "published_runs": [
         ("values[T] = agent(", "values[T] = 0 * agent("),
@@ -78,7 +78,7 @@ PPG = {
         ("is_empty or is_stored, f", "True, f"),
         ('x if isinstance(x, int) else float(x) for', 'x for'),
         ("purge_step=last", "purge_step=0 * last"),
-        ("require(not changed,", "require(True,"),
+        ("if not math.isfinite(means[prefix + name]):", "if False:"),
     ],
     "evaluation": [
         ("returns += rewards * playing", "returns += rewards"),
