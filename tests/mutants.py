@@ -1,7 +1,7 @@
 """Do the tests notice faults? Puts one at a time into a copy of the project and runs the test file that should notice.
 Prints which faults it notices; exit code 1 if one survives.
 
-    python tests/mutants.py kl_loss      # those whose text has one of the words; without words: all, in an hour
+    python tests/mutants.py kl_loss      # those whose text has one of the words; without words: all, in 20 minutes
 """
 
 import shutil
