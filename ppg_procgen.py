@@ -67,7 +67,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue with its flags
-    checkpoint_interval: int = 4  # iterations between checkpoints; --n-iteration if B is in memory
+    checkpoint_interval: int = 4  # iterations between checkpoints; B in memory: --n-iteration
     eval_interval: int = 0  # iterations between evaluations on unseen levels, if any; 0: none
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
@@ -248,7 +248,7 @@ class Agent(nn.Module):
 
 
 # ---- 3 Losses ------------------------------------------------------------------------------------
-class RewardNormalizer(nn.Module):  # a module for its state_dict
+class RewardNormalizer(nn.Module):  # for its state_dict; stays on the CPU
     """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}."""
 
     def __init__(self, num_envs: int, gamma: float) -> None:
@@ -386,7 +386,7 @@ def train(args: Args, state: dict) -> None:
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
-    torch.manual_seed(args.seed)  # all ranks begin with the same weights
+    torch.manual_seed(args.seed)  # the same weights on all ranks: make networks before rank_seed
     rank_seed = args.seed * NUM_RANKS + RANK  # differs by rank
     envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
     agent = Agent(args.arch, envs.num_actions, envs.obs_shape)
@@ -397,7 +397,7 @@ def train(args: Args, state: dict) -> None:
         torch.manual_seed(rank_seed)
 
     def make_optimizer(learning_rate: float) -> torch.optim.Adam:  # [PPG-6] Adam's epsilon
-        lr = torch.tensor(learning_rate, device=device)  # a CUDA graph would freeze a Python float
+        lr = torch.tensor(learning_rate, device=device)  # a CUDA graph freezes numbers
         return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
 
     optimizer = make_optimizer(args.learning_rate)
@@ -436,7 +436,8 @@ def train(args: Args, state: dict) -> None:
     episodes = EpisodeStatistics(NUM_RANKS * N)
     reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
 
-    # The paper's buffer B: each environment's rollouts of T steps, with their targets
+    # The paper's buffer B: each environment's rollouts of T steps, with their targets.
+    # To store more in it, do as is done for aux_returns everywhere
     num_rollouts = args.n_iteration * N if args.num_phases > 0 else 0
     aux_obs = open_buffer(args, (num_rollouts, T, *envs.obs_shape), state["iteration"])
     aux_returns = torch.zeros((num_rollouts, T), device=aux_obs.device)
@@ -560,7 +561,6 @@ def train(args: Args, state: dict) -> None:
             save_checkpoint(args, iteration, logger.rows, common, own)
 
     gather_objects(None)  # a barrier: until rank 0 has saved, a resume needs every rank's buffer
-    buffer_path(args).unlink(missing_ok=True)
 
 
 # ---- 5 Environment, episodes, evaluation ---------------------------------------------------------
@@ -609,7 +609,7 @@ def make_envs(args: Args, seed: int, start_level: int, num_levels: int) -> Procg
     return ProcgenVectorEnv(args.env_id, args.num_envs, seed=seed, **levels, **options)
 
 
-class EpisodeStatistics(nn.Module):  # a module for its state_dict
+class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
     """Raw returns and lengths of the episodes of all ranks."""
 
     def __init__(self, num_envs: int) -> None:
@@ -681,8 +681,8 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
 
 
 class CudaGraph:
-    """A CUDA graph of a function of named tensors: 3 calls warm up, the fourth is captured. Shapes
-    and the tensors that the function changes must stay the same."""
+    """A CUDA graph of a function of named tensors: 3 calls warm up, the fourth is captured. From
+    then on, shapes and numbers are fixed, other tensors stay in place."""
 
     def __init__(self, function: Callable) -> None:
         self.function = function
@@ -706,7 +706,7 @@ class CudaGraph:
 
 
 def join_ranks(args: Args) -> None:
-    """Join the other ranks; take from rank 0 the run folder, which it has opened, and B's place."""
+    """Join the other ranks; take the run folder and the place of B from rank 0."""
     ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end with torchrun
     backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(hours=2))  # evaluations take long
@@ -780,7 +780,7 @@ class Logger:
         os.replace(file.name, self.path)  # the file stays open
 
     def log(self, row: dict) -> None:
-        """End an iteration. row: any numbers by name; those that are not finite stay blank."""
+        """End an iteration. row: rank 0's numbers by name, blank if not finite."""
         if RANK > 0:
             return
         row["wall_time"] = time.monotonic() - self.start
@@ -816,8 +816,7 @@ def save_checkpoint(args: Args, iteration: int, rows: list, common: dict, own: d
     state = {"iteration": iteration, "rows": rows, "ranks": gather_objects(own)}
     if RANK > 0:
         return
-    for name, part in common.items():
-        state[name] = part.state_dict()
+    state.update({name: part.state_dict() for name, part in common.items()})
     path = Path(args.run_dir, "checkpoint.pt")
     torch.save({name: x.cpu() for name, x in state["agent"].items()}, path.with_name("agent.pt"))
     with open(path.with_suffix(".tmp"), "wb") as file:  # a crash leaves the old file or the new one
@@ -933,6 +932,7 @@ def main(args: Args) -> None:
         except KeyboardInterrupt:
             print(to_resume)
             sys.exit(130)
+        buffer_path(args).unlink(missing_ok=True)
     print(f"{args.run_dir} is finished")
 
 

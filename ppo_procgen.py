@@ -199,7 +199,7 @@ class Agent(nn.Module):
 
 
 # ---- 3 Losses ------------------------------------------------------------------------------------
-class RewardNormalizer(nn.Module):  # a module for its state_dict
+class RewardNormalizer(nn.Module):  # for its state_dict; stays on the CPU
     """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}, step
     by step as baselines' VecNormalize: it starts small, so the first rewards count for more."""
 
@@ -309,7 +309,7 @@ def train(args: Args, state: dict) -> None:
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
-    torch.manual_seed(args.seed)  # all ranks begin with the same weights
+    torch.manual_seed(args.seed)  # the same weights on all ranks: make networks before rank_seed
     rank_seed = args.seed * NUM_RANKS + RANK  # differs by rank
     envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
     agent = Agent(envs.num_actions, envs.obs_shape)
@@ -318,7 +318,7 @@ def train(args: Args, state: dict) -> None:
     if NUM_RANKS > 1:
         join_ranks(args)
         torch.manual_seed(rank_seed)
-    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph would freeze a Python float
+    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph freezes numbers
     params = agent.parameters()
     optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 
@@ -469,7 +469,7 @@ def make_envs(args: Args, seed: int, start_level: int, num_levels: int) -> Procg
     return ProcgenVectorEnv(args.env_id, args.num_envs, seed=seed, **levels, **options)
 
 
-class EpisodeStatistics(nn.Module):  # a module for its state_dict
+class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
     """Raw returns and lengths of the episodes of all ranks."""
 
     def __init__(self, num_envs: int) -> None:
@@ -541,8 +541,8 @@ def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
 
 
 class CudaGraph:
-    """A CUDA graph of a function of named tensors: 3 calls warm up, the fourth is captured. Shapes
-    and the tensors that the function changes must stay the same."""
+    """A CUDA graph of a function of named tensors: 3 calls warm up, the fourth is captured. From
+    then on, shapes and numbers are fixed, other tensors stay in place."""
 
     def __init__(self, function: Callable) -> None:
         self.function = function
@@ -566,7 +566,7 @@ class CudaGraph:
 
 
 def join_ranks(args: Args) -> None:
-    """Join the other ranks; take from rank 0 the run folder, which it has opened."""
+    """Join the other ranks; take the run folder from rank 0."""
     ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end with torchrun
     backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=timedelta(hours=2))  # evaluations take long
@@ -640,7 +640,7 @@ class Logger:
         os.replace(file.name, self.path)  # the file stays open
 
     def log(self, row: dict) -> None:
-        """End an iteration. row: any numbers by name; those that are not finite stay blank."""
+        """End an iteration. row: rank 0's numbers by name, blank if not finite."""
         if RANK > 0:
             return
         row["wall_time"] = time.monotonic() - self.start
@@ -673,8 +673,7 @@ def save_checkpoint(args: Args, iteration: int, rows: list, common: dict, own: d
     state = {"iteration": iteration, "rows": rows, "ranks": gather_objects(own)}
     if RANK > 0:
         return
-    for name, part in common.items():
-        state[name] = part.state_dict()
+    state.update({name: part.state_dict() for name, part in common.items()})
     path = Path(args.run_dir, "checkpoint.pt")
     torch.save({name: x.cpu() for name, x in state["agent"].items()}, path.with_name("agent.pt"))
     with open(path.with_suffix(".tmp"), "wb") as file:  # a crash leaves the old file or the new one
