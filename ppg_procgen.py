@@ -67,8 +67,8 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue with its flags
-    checkpoint_interval: int = 4  # iterations between checkpoints; B in memory: --n-iteration
-    eval_interval: int = 0  # iterations between evaluations on unseen levels, if any; 0: none
+    checkpoint_interval: int = 4  # iterations between checkpoints; buffer in memory: --n-iteration
+    eval_interval: int = 0  # iterations between evaluations on unseen levels; 0: never
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
@@ -97,7 +97,7 @@ class Args:
     kl_coef: float = 0.0  # beta_pi of the paper's KL variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the mean squared error (ppo_procgen: of half this error)
-    clip_vloss: bool = False  # clip the change of the value by clip_coef
+    clip_vloss: bool = False  # clip the change of the value by --clip-coef
     max_grad_norm: float = 0.0  # clip the norm of the gradient; 0: no clipping
     # dual: two networks; detach: one, its value head reads detached features; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
@@ -110,7 +110,7 @@ class Args:
     num_aux_minibatches: int = 0  # minibatches of an auxiliary epoch; 0: all
     aux_interval: int = 1  # run only every k-th auxiliary phase
     single_optimizer: bool = False  # one Adam with --learning-rate, as in CleanRL
-    aux_device: Literal["auto", "cuda", "cpu", "file"] = "auto"  # place of B; auto: GPU or file
+    aux_device: Literal["auto", "cuda", "cpu", "file"] = "auto"  # of the buffer; auto: GPU or file
     aux_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
     # derived
     device: str = field(init=False)
@@ -436,8 +436,7 @@ def train(args: Args, state: dict) -> None:
     episodes = EpisodeStatistics(NUM_RANKS * N)
     reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
 
-    # The paper's buffer B: each environment's rollouts of T steps, with their targets.
-    # To store more in it, do as is done for aux_returns everywhere
+    # The paper's buffer B: rollouts and targets. To store more, do as for aux_returns everywhere
     num_rollouts = args.n_iteration * N if args.num_phases > 0 else 0
     aux_obs = open_buffer(args, (num_rollouts, T, *envs.obs_shape), state["iteration"])
     aux_returns = torch.zeros((num_rollouts, T), device=aux_obs.device)
@@ -762,12 +761,13 @@ class Logger:
             return
         self.path = Path(args.run_dir, "metrics.csv")
         self.write_table()
+        self.wandb = None
         if args.track:
             import wandb
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             names.update(name=Path(args.run_dir).name, dir=args.run_dir)
-            wandb.init(sync_tensorboard=True, resume="auto", config=vars(args), **names)
+            self.wandb = wandb.init(resume="auto", config=vars(args), **names)
         self.tensorboard = SummaryWriter(args.run_dir, purge_step=last["global_step"] + 1)
 
     def write_table(self) -> None:
@@ -793,6 +793,8 @@ class Logger:
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
+        if self.wandb:
+            self.wandb.log(row, step=row["global_step"])
         self.rows.append(row)
         if row.keys() <= set(self.table.fieldnames):
             self.table.writerow(row)
@@ -913,7 +915,7 @@ def open_run(args: Args) -> TextIO:
 
 
 def main(args: Args) -> None:
-    """Train, from the checkpoint if there is one. Ctrl-C ends with the command that resumes."""
+    """Train, from the checkpoint if there is one."""
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     with open_run(args) if RANK == 0 else contextlib.nullcontext():
@@ -924,13 +926,11 @@ def main(args: Args) -> None:
         if args.cuda and args.device == "cpu":
             print("no GPU: training on the CPU")
         starter = "python" if NUM_RANKS == 1 else "torchrun ..."
-        to_resume = f"To resume: {starter} {sys.argv[0]} --resume {args.run_dir!r}"
-        print(to_resume, flush=True)
+        print(f"To resume: {starter} {sys.argv[0]} --resume {args.run_dir!r}", flush=True)
         try:
             if state["iteration"] < args.num_iterations:
                 train(args, state)
         except KeyboardInterrupt:
-            print(to_resume)
             sys.exit(130)
         buffer_path(args).unlink(missing_ok=True)
     print(f"{args.run_dir} is finished")

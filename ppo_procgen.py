@@ -67,7 +67,7 @@ class Args:
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue with its flags
     checkpoint_interval: int = 4  # iterations between checkpoints
-    eval_interval: int = 0  # iterations between evaluations on unseen levels, if any; 0: none
+    eval_interval: int = 0  # iterations between evaluations on unseen levels; 0: never
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
@@ -94,7 +94,7 @@ class Args:
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of half the mean squared error (ppg_procgen: of the whole)
-    clip_vloss: bool = True  # clip the change of the value by clip_coef
+    clip_vloss: bool = True  # clip the change of the value by --clip-coef
     max_grad_norm: float = 0.5  # clip the norm of the gradient; 0: no clipping
     # derived
     device: str = field(init=False)
@@ -622,12 +622,13 @@ class Logger:
             return
         self.path = Path(args.run_dir, "metrics.csv")
         self.write_table()
+        self.wandb = None
         if args.track:
             import wandb
 
             names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             names.update(name=Path(args.run_dir).name, dir=args.run_dir)
-            wandb.init(sync_tensorboard=True, resume="auto", config=vars(args), **names)
+            self.wandb = wandb.init(resume="auto", config=vars(args), **names)
         self.tensorboard = SummaryWriter(args.run_dir, purge_step=last["global_step"] + 1)
 
     def write_table(self) -> None:
@@ -653,6 +654,8 @@ class Logger:
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
+        if self.wandb:
+            self.wandb.log(row, step=row["global_step"])
         self.rows.append(row)
         if row.keys() <= set(self.table.fieldnames):
             self.table.writerow(row)
@@ -747,7 +750,7 @@ def open_run(args: Args) -> TextIO:
 
 
 def main(args: Args) -> None:
-    """Train, from the checkpoint if there is one. Ctrl-C ends with the command that resumes."""
+    """Train, from the checkpoint if there is one."""
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     with open_run(args) if RANK == 0 else contextlib.nullcontext():
@@ -758,13 +761,11 @@ def main(args: Args) -> None:
         if args.cuda and args.device == "cpu":
             print("no GPU: training on the CPU")
         starter = "python" if NUM_RANKS == 1 else "torchrun ..."
-        to_resume = f"To resume: {starter} {sys.argv[0]} --resume {args.run_dir!r}"
-        print(to_resume, flush=True)
+        print(f"To resume: {starter} {sys.argv[0]} --resume {args.run_dir!r}", flush=True)
         try:
             if state["iteration"] < args.num_iterations:
                 train(args, state)
         except KeyboardInterrupt:
-            print(to_resume)
             sys.exit(130)
     print(f"{args.run_dir} is finished")
 

@@ -12,6 +12,7 @@ import math
 import random
 import re
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -128,7 +129,8 @@ def play_set(agent, args: Args, mode: str, levels: range, title: str) -> pd.Data
 
 def record_video(agent, args: Args, mode: str, levels: list[int], path: Path) -> None:
     """Four episodes side by side, until each has ended once."""
-    import imageio_ffmpeg  # here, because it prints a warning
+    warnings.filterwarnings("ignore", "pkg_resources")
+    import imageio_ffmpeg  # which imports it
 
     envs = ProcgenVectorEnv(args.env_id, 4, mode, num_threads=0, render_mode="rgb_array")
     envs.load_state_dict(level_states(args.env_id, mode, levels))

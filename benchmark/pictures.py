@@ -82,7 +82,8 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> plt.F
     grid = sns.relplot(points, kind="line", x=x, y="episodic_return", col="env_id", **lines, **panels, **options)
     grid.set_titles("{col_name}").set_axis_labels("", "").set(xlim=(0, limit))
     for ax in grid.axes.flat:
-        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        if x == "global_step":
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     phases = curves.loc[curves.aux_phase, x].unique()
     if len(games) == 1 and x == "global_step" and len(phases):
         ax.vlines(phases, 0, 1, transform=ax.get_xaxis_transform(), color="0.6", linewidth=0.8)

@@ -59,7 +59,7 @@ class Args:
     paths: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders, sweep folders, or any parent of them
     out: Path = Path("report")  # folder to write to
     figure2: bool = False  # draw Figure 2 of the PPG paper (16 games, hard), with our runs, if any, laid over it
-    step: float | None = None  # of the tables; default: where the median run ended, or the published row before it
+    step: float | None = None  # step of the tables; default: where the median run ended, or the published row before it
     references: tuple[str, ...] = ("ppg", "ppo")  # published curves, by the names in benchmark/reference/README.md
     baseline: str = "ppo"  # P(improvement) is over the first group whose name contains this, ours before published
     reps: int = 2000  # bootstrap samples of each interval

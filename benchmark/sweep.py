@@ -6,6 +6,7 @@ The same call again skips finished runs and continues interrupted ones. The fold
     runs/NAME/           what the training script writes; NAME is {env_id}__{exp_name}__{seed}
     runs/NAME/finished   the command of the run, written when it has ended with exit code 0
     logs/NAME.log        the output of all attempts at the run
+
 Exit codes: 0: all runs are finished (--slurm: submitted); 1: some failed, and are listed at the end; 2: bad arguments,
 or another sweep is at work in the folder; 128 + n: signal n (Ctrl-C, SIGTERM) stopped the sweep and its runs.
 """

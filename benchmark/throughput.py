@@ -46,7 +46,7 @@ class Args:
     baseline: str = ""  # command of another script, in quotes, by which the speeds of the variants are divided
     repeats: int = 2  # rounds; in each, every command runs once
     phases: int = 1  # phases to measure in a run, after one phase of warm-up
-    budget_minutes: float = 9.5  # then the run in progress is killed; its finished phases count
+    budget_minutes: float = 9.5  # after them the run in progress is killed; its finished phases count
     out: Path = Path("report/throughput.md")  # page to write
     cuda: bool = True  # use the GPU if there is one
 
