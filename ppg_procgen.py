@@ -574,23 +574,22 @@ class ProcgenVectorEnv:
         """options: procgen's num_levels, start_level, num_threads, render_mode."""
         options.update(distribution_mode=mode, rand_seed=seed)
         if sys.version_info < (3, 13):
-            from procgen import ProcgenGym3Env
-
-            self.games = ProcgenGym3Env(num_envs, env_id, **options)
-        else:  # gym3 has no wheels; these are the same games with gymnasium's methods
-            from procgen_gym.env import ProcgenVecEnv
-
-            self.games = ProcgenVecEnv(num_envs, env_id, **options)
-            self.reset = self.games.reset
-            self.step = self.games.step
+            from procgen import ProcgenGym3Env as Games
+        else:  # gym3 has no wheels; the same games, six with a few other pixels
+            from procgen_gym.env import ProcgenVecEnv as Games
+        self.games = Games(num_envs, env_id, **options)
         self.num_envs = num_envs
 
     def reset(self) -> tuple[np.ndarray, dict]:
         """The current observations, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
+        if sys.version_info >= (3, 13):
+            return self.games.reset()
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions: np.ndarray) -> tuple:
         """Actions (N,) to gymnasium's five; rewards are raw, float32 (N,)."""
+        if sys.version_info >= (3, 13):
+            return self.games.step(actions)
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
