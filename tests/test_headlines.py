@@ -46,7 +46,7 @@ def published(env_id: str, iterations: slice) -> list[str]:
 
 
 def test_bigfish():
-    runs = run("ppg_bigfish_1"), run("ppg_detach_bigfish_1"), run("ppo_bigfish_1_long")
+    runs = run("ppg_bigfish_1"), run("ppg_detach_bigfish_1"), run("ppo_bigfish_1")
     rows = dict(table("iterations | return, two networks"))
     for name, cells in rows.items():
         returns, variances = ([mean(x.loc[block(name)], column) for x in runs] for column in (RETURN, VARIANCE))
