@@ -1,7 +1,7 @@
 # /// script
 # requires-python = ">=3.10,<3.14"
 # dependencies = [
-#   "torch>=2.6,<2.14", "numpy", "tyro>=0.9", "tqdm>=4.64", "tensorboard>=2.14", "wandb>=0.18",
+#   "torch>=2.6,<2.14", "numpy", "tyro>=0.9", "tensorboard>=2.14", "wandb>=0.18",
 #   "gym==0.26.2; python_version < '3.13'", "gym-notices<0.1; python_version < '3.13'",
 #   "setuptools<81; python_version < '3.13'",
 #   "procgen==0.10.7; python_version < '3.11'", "procgen-gym==0.1.1; python_version >= '3.13'",
@@ -12,29 +12,29 @@
 
     python ppo_procgen.py --env-id starpilot
 
-Sections 1 to 4 are the algorithm, the rest is for reference. T = num_steps, N = num_envs,
-M = samples of a minibatch, A = actions. The same file as ppg_procgen.py where the two agree.
-Departures from openai/train-procgen: torch's Adam and pooling, not TensorFlow's; TF32 where the
-hardware has it (off: --no-tf32); with several ranks, rewards are normalized over all of them.
+Sections 2 to 4 are the algorithm; all is as in ppg_procgen.py where the two agree. M: samples of a
+minibatch, A: actions. Departures from openai/train-procgen: torch's Adam and pooling; TF32 where
+the hardware has it (off: --no-tf32); with several ranks, one normalization of rewards.
 """
 
+import argparse
 import contextlib
 import csv
 import ctypes
 import fcntl
+import functools
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from datetime import timedelta
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal, NamedTuple, TextIO, get_args
+from typing import IO, Literal, NamedTuple, TextIO
 
 import numpy as np
 import torch
@@ -43,12 +43,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 import tyro
 from torch.utils.tensorboard import SummaryWriter
-from tqdm import tqdm
 
-# torchrun starts several ranks, each with its own environments and GPU; else this is rank 0 of 1
+# torchrun starts several ranks, each with its own environments and GPU
 RANK = int(os.environ.get("RANK", 0))
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+        sys.exit(2)
+
 
 # ---- 1 Arguments ---------------------------------------------------------------------------------
 Game = Literal[
@@ -58,21 +64,21 @@ Game = Literal[
 NUM_LEVELS = 2**31 - 1  # Procgen draws level seeds from 0 to 2**31 - 2
 
 
-@dataclass
+@dataclass(eq=False)  # by identity, as keys of CUDA graphs
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
-    seed: int = 1  # random seed; on a CPU, it gives the same bits with the same number of threads
+    seed: int = 1  # random seed; on a CPU, the same seed and number of threads give the same bits
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # run folder of an interrupted run, to continue with its flags
+    resume: str | None = None  # run folder of an interrupted run, to continue it
     checkpoint_interval: int = 4  # iterations between checkpoints
-    eval_interval: int = 0  # iterations between evaluations on unseen levels; 0: never
+    eval_interval: int = 0  # iterations between evaluations, on levels above the training's
     cuda: bool = True  # use the GPU if there is one
     compile: bool = True  # on a GPU: compile the networks with torch.compile
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
-    chunk_size: int = 0  # observations per pass; 0: 512 on CPUs, 16384 on GPUs (out of memory: 512)
+    chunk_size: int = 0  # observations of a forward pass; 0: 512 on CPUs, 16384 on GPUs
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
     wandb_entity: str | None = None  # Weights & Biases team
@@ -93,37 +99,12 @@ class Args:
     update_epochs: int = 3  # epochs over the N * T samples
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of half the mean squared error (ppg_procgen: of the whole)
+    vf_coef: float = 0.5  # weight of half the mean squared error of the values
     clip_vloss: bool = True  # clip the change of the value by --clip-coef
     max_grad_norm: float = 0.5  # clip the norm of the gradient; 0: no clipping
-    # derived
-    device: str = field(init=False)
-    num_ranks: int = field(init=False)
-    batch_size: int = field(init=False)  # samples of one rank's rollout
-    num_iterations: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Check the arguments, derive sizes, resolve automatic choices."""
-        counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs"]
-        for name in [*counts, "checkpoint_interval"]:
-            require(getattr(self, name) > 0, f"{name} must be at least 1")
-        on_gpu = self.cuda and torch.cuda.is_available()
-        self.device = f"cuda:{LOCAL_RANK}" if on_gpu else "cpu"
-        self.num_ranks = NUM_RANKS
-        self.batch_size = size = self.num_envs * self.num_steps
-        self.num_iterations = self.total_timesteps // (size * NUM_RANKS)
-        require(self.num_iterations > 0, f"total_timesteps must be at least {size * NUM_RANKS}")
-        require(size % self.num_minibatches == 0, f"num_minibatches must divide {size} samples")
-        for name in ["start_level", "num_levels", "chunk_size"]:
-            require(getattr(self, name) >= 0, f"{name} cannot be negative")
-        if not self.run_dir:
-            name = f"{self.env_id}__{self.exp_name}__{self.seed}"
-            self.run_dir = f"runs/{name}__{time.strftime('%Y%m%d-%H%M%S')}"
-        if self.env_threads < 0:
-            cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-            self.env_threads = 0 if cores <= 2 else min(12, cores * 3 // 4)
-        if self.chunk_size == 0:
-            self.chunk_size = 16_384 if on_gpu else 512
+        settle(self)  # adds device, num_ranks, batch_size, num_iterations and others
 
 
 # ---- 2 Networks ----------------------------------------------------------------------------------
@@ -168,18 +149,18 @@ class ImpalaCNN(nn.Module):
         return F.relu(self.dense(x))
 
 
-class Outputs(NamedTuple):  # None: not requested
-    logits: torch.Tensor | None  # (M, A)
+class Outputs(NamedTuple):  # None: not computed
+    logits: torch.Tensor  # (M, A)
     values: torch.Tensor | None  # (M,)
 
 
 class Agent(nn.Module):
     """Policy head and value head on one encoder, initialized as openai/train-procgen does."""
 
-    def __init__(self, num_actions: int = 15, obs_shape=(64, 64, 3)) -> None:
+    def __init__(self, args: Args, envs: "ProcgenVectorEnv") -> None:
         super().__init__()
-        self.encoder = ImpalaCNN(obs_shape)
-        self.policy_head = nn.Linear(self.encoder.num_features, num_actions)
+        self.encoder = ImpalaCNN(envs.obs_shape)
+        self.policy_head = nn.Linear(self.encoder.num_features, envs.num_actions)
         self.value_head = nn.Linear(self.encoder.num_features, 1)
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
@@ -198,39 +179,29 @@ class Agent(nn.Module):
         return Outputs(logits, values)
 
 
-# ---- 3 Losses ------------------------------------------------------------------------------------
-class RewardNormalizer(nn.Module):  # for its state_dict; stays on the CPU
-    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}, step
-    by step as baselines' VecNormalize: it starts small, so the first rewards count for more."""
+class Categorical:
+    """The policy pi(.|o) at M observations, from logits (M, A)."""
 
-    def __init__(self, num_envs: int, gamma: float) -> None:
-        super().__init__()
-        self.gamma = gamma
-        self.register_buffer("returns", torch.zeros(num_envs, dtype=torch.float64))
-        # number, sum and sum of squares of all R_t; begins as a weak prior of variance 1
-        self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logprobs = logits.log_softmax(-1)
 
-    def forward(self, rewards: np.ndarray, firsts: np.ndarray) -> np.ndarray:
-        """Normalize the rewards (T, N) of a rollout, each step by the R_t seen so far; clipped to
-        [-10, 10]. firsts (T, N): 1 where o_t begins an episode."""
-        returns = self.returns.numpy()  # views: in-place changes reach the buffers
-        moments = self.moments.numpy()
-        deviations = np.empty((len(rewards), 1), rewards.dtype)
-        steps = zip(gather(rewards, 1), gather(firsts, 1), strict=True)
-        for t, (reward, first) in enumerate(steps):
-            returns *= self.gamma
-            returns *= 1 - first
-            returns += reward
-            moments += [returns.size, returns.sum(), np.square(returns).sum()]
-            number, total, squares = moments
-            deviations[t] = math.sqrt(squares / number - (total / number) ** 2 + 1e-8)
-        return np.clip(rewards / deviations, -10, 10)
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        """Actions (M,). Gumbel-max: torch's Categorical waits for the GPU."""
+        noise = torch.empty_like(self.logprobs).exponential_(generator=generator).log()
+        return (self.logprobs - noise).argmax(-1)
+
+    def log_prob(self, actions: torch.Tensor) -> torch.Tensor:  # (M,), like all below
+        return self.logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> torch.Tensor:
+        return -(self.logprobs.exp() * self.logprobs).sum(-1)
 
 
-def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> np.ndarray:
+# ---- 3 Estimates, losses, gradient step ----------------------------------------------------------
+def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float) -> np.ndarray:
     """Advantages (T, N) by generalized advantage estimation (Schulman et al., 2016), in numpy.
-    rewards: (T, N). values, dones: (T + 1, N); dones[t] is 1 where o_t begins an episode."""
-    nonterminal = 1 - dones[1:]
+    rewards: (T, N). values, firsts: (T + 1, N); firsts[t] is 1 where o_t begins an episode."""
+    nonterminal = 1 - firsts[1:]
     deltas = rewards + gamma * values[1:] * nonterminal - values[:-1]
     advantages = np.empty_like(deltas)
     last_gae = 0.0
@@ -240,65 +211,78 @@ def compute_gae(rewards, values, dones, gamma: float, gae_lambda: float) -> np.n
     return advantages
 
 
-def sample_action(logits: torch.Tensor, generator=None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Actions (M,), log-probabilities (M,). Gumbel-max: torch's Categorical waits for the GPU."""
-    logprobs = logits.log_softmax(-1)
-    noise = torch.empty_like(logprobs).exponential_(generator=generator).log()
-    actions = (logprobs - noise).argmax(-1)
-    return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+def cuda_graph(function: Callable) -> Callable:
+    """On a GPU, a CUDA graph of the function for each set of its positional arguments."""
+    get_graph = functools.cache(lambda *fixed: CudaGraph(function, fixed))
+
+    @functools.wraps(function)
+    def call(agent, args, *others, **tensors):
+        if args.device == "cpu" or not args.cuda_graphs:
+            return function(agent, args, *others, **tensors)
+        return get_graph(agent, args, *others)(**tensors)
+
+    return call
 
 
-# On a GPU, the losses and act run in CUDA graphs: their Python code runs in the first four calls
-# only, and .item() fails in the fourth, the capture. To debug: --no-cuda-graphs.
-def policy_phase_loss(agent, args, obs, actions, old_logprobs, advantages, returns, old_values):
-    """-L_clip - c S[pi] + vf_coef * value loss over a minibatch, and statistics to log.
-    obs: uint8 (M, height, width, channels); all others: (M,)."""
-    new = agent(obs)
-    epsilon = args.clip_coef or math.inf
-    stats = {}
+# In a CUDA graph, Python code runs in the first four calls only. Then print() stops, .item() fails,
+# and numbers keep their value; a flag that changes ends the run. To debug: --no-cuda-graphs.
+@cuda_graph
+@torch.no_grad()
+def act(agent, args, *, obs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A step of the policy. The loop stores all that it returns, each (N, ...)."""
+    out = agent(obs)
+    pi = Categorical(out.logits)
+    actions = pi.sample()
+    return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
-    # Policy loss
-    all_logprobs = new.logits.log_softmax(-1)  # (M, A)
-    logprobs = all_logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-    logratio = logprobs - old_logprobs
+
+# A loss sees a chunk of a minibatch, so it may take means over samples, and nothing else over them
+def policy_and_value_loss(agent, args, obs, actions, old_logprobs, advantages, targets, old_values):
+    """-L_clip - c S[pi] + vf_coef * value loss, and statistics to log. obs: (M, height, width,
+    channels), all others: (M,)."""
+    out = agent(obs)
+    pi = Categorical(out.logits)
+    logratio = pi.log_prob(actions) - old_logprobs
     ratio = logratio.exp()
-    clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon)
+    clipped_ratio = ratio
+    if args.clip_coef > 0:
+        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
-    entropy = -(all_logprobs.exp() * all_logprobs).sum(-1).mean()
-    stats["policy_loss"] = policy_loss
-    stats["entropy"] = entropy
-    stats["old_approx_kl"] = -logratio.mean()  # estimator k1
-    stats["approx_kl"] = (ratio - 1 - logratio).mean()  # estimator k3
+    entropy = pi.entropy().mean()
+
+    squared_errors = (out.values - targets).square()
+    if args.clip_vloss and args.clip_coef > 0:
+        change = (out.values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        squared_errors = torch.max(squared_errors, (old_values + change - targets).square())
+    value_loss = 0.5 * squared_errors.mean()
+
+    stats = {"policy_loss": policy_loss, "entropy": entropy, "value_loss": value_loss}
+    stats["old_approx_kl"] = -logratio.mean()  # k1 of http://joschu.net/blog/kl-approx.html
+    stats["approx_kl"] = (ratio - 1 - logratio).mean()  # k3
     stats["approx_kl_k2"] = 0.5 * logratio.square().mean()  # baselines' approxkl
     stats["clipfrac"] = (clipped_ratio != ratio).float().mean()
-
-    # Value loss
-    squared_errors = (new.values - returns).square()
-    if args.clip_vloss:
-        change = (new.values - old_values).clamp(-epsilon, epsilon)
-        squared_errors = torch.max(squared_errors, (old_values + change - returns).square())
-    value_loss = 0.5 * squared_errors.mean()
-    stats["value_loss"] = value_loss
-    loss = policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss
-    return loss, stats
+    return policy_loss - args.ent_coef * entropy + args.vf_coef * value_loss, stats
 
 
-def update(agent, args, optimizer, loss_fn: Callable, **minibatch: torch.Tensor) -> dict:
+@cuda_graph
+def gradient_step(agent, args, optimizer, loss_fn: Callable, **minibatch: torch.Tensor) -> dict:
     """One optimizer step on loss_fn's mean over the minibatches of all ranks, in chunks to save
-    memory. Returns means of its statistics, still on the device: the host need not wait."""
-    optimizer.zero_grad()  # (critical!) another phase's gradients must not leak into this step
+    memory. Returns means of its statistics on the device, so it does not wait for the GPU."""
+    optimizer.zero_grad()  # else the last phase's gradients would be part of this step
     stats = {}
     mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.chunk_size):
-        chunk = {name: x[start : start + args.chunk_size] for name, x in minibatch.items()}
+    for start in range(0, mb_size, args.max_chunk):
+        chunk = {name: x[start : start + args.max_chunk] for name, x in minibatch.items()}
         share = len(chunk["obs"]) / mb_size
         loss, chunk_stats = loss_fn(agent, args, **chunk)
         (loss * share).backward()
         for name, x in chunk_stats.items():
             stats[name] = stats.get(name, 0) + x.detach() * share
-    params = list(agent.parameters())
+    params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)
-    stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
+    stats["grad_norm"] = nn.utils.get_total_norm([x.grad for x in params])
+    if args.max_grad_norm > 0:
+        nn.utils.clip_grads_with_norm_(params, args.max_grad_norm, stats["grad_norm"])
     optimizer.step()
     return stats
 
@@ -309,99 +293,89 @@ def train(args: Args, state: dict) -> None:
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
-    torch.manual_seed(args.seed)  # the same weights on all ranks: make networks before rank_seed
+    set_up_device(args)
+    if NUM_RANKS > 1:
+        dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
+    torch.manual_seed(args.seed)  # all ranks make the same networks
     rank_seed = args.seed * NUM_RANKS + RANK  # differs by rank
     envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
-    agent = Agent(envs.num_actions, envs.obs_shape)
-    graphed = speed_up(agent, args, device)
-    agent.to(device, memory_format=torch.channels_last)
-    if NUM_RANKS > 1:
-        join_ranks(args)
-        torch.manual_seed(rank_seed)
-    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph freezes numbers
+    agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
+    compile_encoders(agent, args)
+
+    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph would keep a number
     params = agent.parameters()
     optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 
-    @graphed
-    @torch.no_grad()
-    def act(obs: torch.Tensor) -> dict[str, torch.Tensor]:
-        new = agent(obs)
-        actions, logprobs = sample_action(new.logits)
-        return {"actions": actions, "logprobs": logprobs, "values": new.values}
-
-    mb_update = graphed(partial(update, agent, args, optimizer, policy_phase_loss))
-
-    # Storage: a rollout, time first
-    obs = torch.empty((T, N, *envs.obs_shape), dtype=torch.uint8, device=device)
-    actions = torch.empty((T, N), dtype=torch.int64, device=device)
-    logprobs = torch.empty((T, N), device=device)
-    values = torch.empty((T + 1, N), device=device)
+    # Storage, time first; what act returns is stored in the loop
+    obs = torch.empty((T, N, *envs.obs_shape), dtype=envs.obs_dtype, device=device)
+    pinned_obs = torch.empty(obs.shape[1:], dtype=obs.dtype, pin_memory=device.type == "cuda")
     rewards = np.empty((T, N), np.float32)
-    dones = np.ones((T + 1, N), np.float32)  # dones[t] is 1 where o_t begins an episode
-    pinned_obs = torch.empty(obs.shape[1:], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    # 1 where o_t begins an episode, as in a run's first step; row T is row 0 of the next iteration
+    firsts = np.ones((T + 1, N), np.float32)
     episodes = EpisodeStatistics(NUM_RANKS * N)
     reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
 
     # Start, or continue from the checkpoint
-    common = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
-    common["optimizer"] = optimizer
+    if NUM_RANKS > 1:
+        torch.manual_seed(rank_seed)  # from here on, random numbers differ by rank
+    shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
+    shared["optimizer"] = optimizer
     if state["iteration"] > 0:
-        own = restore_checkpoint(args, state, common)
-        envs.load_state_dict(own["envs"])
-        dones[T] = own["dones"]
-    logger = Logger(args, state["rows"])
+        rank_state = restore_checkpoint(args, state, shared)
+        envs.load_state_dict(rank_state["envs"])
+        firsts[T] = rank_state["firsts"]
+    logger = Logger(args, state["rows"]) if RANK == 0 else None
     eval_envs = None
     if args.eval_interval > 0 and RANK == 0:
-        unseen = args.start_level + args.num_levels  # the first level that is not for training
-        eval_seed = NUM_LEVELS - args.seed  # far from the seeds of training
-        eval_envs = make_envs(args, eval_seed, unseen, NUM_LEVELS - unseen)
-    next_obs, _ = envs.reset()
+        above = args.start_level + args.num_levels  # the first level above those of the training
+        eval_envs = make_envs(args, NUM_LEVELS - args.seed, above, NUM_LEVELS - above)
+    next_obs, _ = envs.reset()  # Procgen: the present observations, restored or new
 
     for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
-        global_step = iteration * args.batch_size * NUM_RANKS
-        row = {"iteration": iteration, "global_step": global_step}
+        row = {"iteration": iteration, "global_step": iteration * args.batch_size * NUM_RANKS}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         optimizer.param_groups[0]["lr"].fill_(lr_fraction * args.learning_rate)
         row["charts/learning_rate"] = lr_fraction * args.learning_rate
 
-        # ==== Rollout: perform rollouts under current policy pi ===================================
+        # ==== Perform rollouts under current policy pi ============================================
         rollout_start = time.monotonic()
-        dones[0] = dones[T]
+        firsts[0] = firsts[T]
+        steps = []
         for t in range(T):
-            pinned_obs.copy_(torch.from_numpy(next_obs))
+            np.copyto(pinned_obs.numpy(), next_obs, casting="no")  # fails if the dtypes differ
             obs[t].copy_(pinned_obs, non_blocking=True)
-            out = act(obs=obs[t])
-            actions[t] = out["actions"]
-            logprobs[t] = out["logprobs"]
-            values[t] = out["values"]
-            host_actions = actions[t].cpu().numpy()  # waits for the GPU
-            next_obs, rewards[t], terminated, truncated, _ = envs.step(host_actions)
-            dones[t + 1] = terminated | truncated
-            logger.bar.update(N * NUM_RANKS)
-        row.update(episodes.update(rewards, dones[1:]))
+            steps.append(act(agent, args, obs=obs[t]))
+            actions = steps[t]["actions"].cpu().numpy()  # waits for the GPU
+            next_obs, rewards[t], terminated, truncated, _ = envs.step(actions)
+            firsts[t + 1] = terminated | truncated
+        all_rewards = np.hstack(all_ranks(rewards))
+        all_firsts = np.hstack(all_ranks(firsts))
+        row.update(episodes.update(all_rewards, all_firsts))
 
         # ==== Optimization ========================================================================
         policy_start = time.monotonic()
         row["time/rollout"] = policy_start - rollout_start
         # Compute value function target V_targ for each state s_t
+        rollout = {name: torch.stack([x[name] for x in steps]) for name in steps[0]}  # (T, N)
         with torch.no_grad():
-            values[T] = agent(torch.from_numpy(next_obs).to(device)).values
-        old_values = values.cpu().numpy()
-        scaled_rewards = reward_normalizer(rewards, dones[:-1])
-        advantages = compute_gae(scaled_rewards, old_values, dones, args.gamma, args.gae_lambda)
-        returns = advantages + old_values[:-1]
-        all_advantages = gather(advantages)  # V_targ - V
-        row["losses/explained_variance"] = 1 - all_advantages.var() / gather(returns).var()
-
-        # Optimize L_clip + c S[pi] and the value loss for update_epochs epochs
+            last_values = agent(torch.from_numpy(next_obs).to(device)).values
+        values = torch.cat([rollout["values"], last_values.unsqueeze(0)]).cpu().numpy()
+        scaled_rewards = reward_normalizer(rewards, all_rewards, all_firsts)
+        advantages = compute_gae(scaled_rewards, values, firsts, args.gamma, args.gae_lambda)
+        targets = advantages + values[:-1]
+        all_advantages = np.concatenate(all_ranks(advantages))  # V_targ - V
+        all_targets = np.concatenate(all_ranks(targets))
+        row["losses/explained_variance"] = 1 - all_advantages.var() / all_targets.var()
         batch = {
             "obs": obs.flatten(0, 1),  # (T * N, ...), like all below
-            "actions": actions.flatten(),
-            "old_logprobs": logprobs.flatten(),
+            "actions": rollout["actions"].flatten(0, 1),
+            "old_logprobs": rollout["logprobs"].flatten(),
             "advantages": torch.from_numpy(advantages).flatten().to(device),
-            "returns": torch.from_numpy(returns).flatten().to(device),
-            "old_values": values[:-1].flatten(),
+            "targets": torch.from_numpy(targets).flatten().to(device),
+            "old_values": rollout["values"].flatten(),
         }
+
+        # Optimize L_clip + c S[pi] and the value loss for update_epochs epochs
         stats = []
         for _ in range(args.update_epochs):
             b_inds = torch.randperm(args.batch_size, device=device)
@@ -409,46 +383,52 @@ def train(args: Args, state: dict) -> None:
                 minibatch = {name: x[mb_inds] for name, x in batch.items()}
                 std, mean = torch.std_mean(minibatch["advantages"], correction=0)
                 minibatch["advantages"] = (minibatch["advantages"] - mean) / (std + 1e-8)
-                stats.append(mb_update(**minibatch))
+                mb_stats = gradient_step(agent, args, optimizer, policy_and_value_loss, **minibatch)
+                stats.append(mb_stats)
         row.update(mean_stats(stats, "losses/"))
         row["time/policy_phase"] = time.monotonic() - policy_start
 
         # ==== Evaluate, log, save =================================================================
         is_last = iteration == args.num_iterations
-        if eval_envs is not None and (is_last or iteration % args.eval_interval == 0):
+        if eval_envs and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
-        logger.log(row)
+        if RANK == 0:
+            logger.log(row)
         if is_last or iteration % args.checkpoint_interval == 0:
-            own = {"envs": envs.state_dict(), "dones": dones[T].tolist()}
-            save_checkpoint(args, iteration, logger.rows, common, own)
+            state["iteration"] = iteration
+            rank_state = {"envs": envs.state_dict(), "firsts": firsts[T].tolist()}
+            save_checkpoint(args, state, shared, rank_state)
 
 
 # ---- 5 Environment, episodes, evaluation ---------------------------------------------------------
 class ProcgenVectorEnv:
-    """Another environment must offer the same: uint8 images, discrete actions, same-step autoreset.
-    Procgen's time limits count as terminations, as in all published results."""
+    """Another environment must offer the same: the last step of an episode gives the observation
+    of the next. Procgen's time limits count as terminations, as in all published results."""
 
     obs_shape = (64, 64, 3)
+    obs_dtype = torch.uint8
     num_actions = 15
 
     def __init__(self, env_id: str, num_envs: int, mode: str = "easy", seed: int = 0, **options):
-        """options: procgen's num_levels, start_level, num_threads, render_mode."""
         options.update(distribution_mode=mode, rand_seed=seed)
         if sys.version_info < (3, 13):
             from procgen import ProcgenGym3Env as Games
-        else:  # gym3 has no wheels; the same games, six with a few other pixels
+
+            assets = Path(sys.modules["procgen"].__file__).parent / "data" / "assets"
+            options["resource_root"] = os.fsencode(assets) + b"/"  # gym3: a str must be ASCII
+        else:  # gym3 has no wheels; the same games, in six a few pixels differ
             from procgen_gym.env import ProcgenVecEnv as Games
         self.games = Games(num_envs, env_id, **options)
         self.num_envs = num_envs
 
     def reset(self) -> tuple[np.ndarray, dict]:
-        """The current observations, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
+        """The present observations, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
         if sys.version_info >= (3, 13):
             return self.games.reset()
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions: np.ndarray) -> tuple:
-        """Actions (N,) to gymnasium's five; rewards are raw, float32 (N,)."""
+        """Take actions (N,). Returns gymnasium's five values; rewards are raw, float32 (N,)."""
         if sys.version_info >= (3, 13):
             return self.games.step(actions)
         self.games.act(actions)
@@ -464,8 +444,35 @@ class ProcgenVectorEnv:
 
 def make_envs(args: Args, seed: int, start_level: int, num_levels: int) -> ProcgenVectorEnv:
     levels = {"start_level": start_level, "num_levels": num_levels}
-    options = {"mode": args.distribution_mode, "num_threads": args.env_threads}
+    options = {"mode": args.distribution_mode, "num_threads": args.num_env_threads}
     return ProcgenVectorEnv(args.env_id, args.num_envs, seed=seed, **levels, **options)
+
+
+class RewardNormalizer(nn.Module):  # for its state_dict; stays on the CPU
+    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}, step
+    by step as baselines' VecNormalize: it starts small, so the first rewards count for more."""
+
+    def __init__(self, num_envs: int, gamma: float) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))  # R_t
+        # number, sum and sum of squares of all R_t; begins as a weak prior of variance 1
+        self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
+
+    def forward(self, rewards, all_rewards, all_firsts) -> np.ndarray:
+        """This rank's rewards (T, N), each step normalized by all ranks' R_t so far; clipped to
+        [-10, 10]."""
+        sums = self.sums.numpy()  # views: in-place changes reach the buffers
+        moments = self.moments.numpy()
+        deviations = np.empty((len(rewards), 1), rewards.dtype)
+        for t, (reward, first) in enumerate(zip(all_rewards, all_firsts[:-1], strict=True)):
+            sums *= self.gamma
+            sums *= 1 - first
+            sums += reward
+            moments += [sums.size, sums.sum(), np.square(sums).sum()]
+            number, total, squares = moments
+            deviations[t] = math.sqrt(squares / number - (total / number) ** 2 + 1e-8)
+        return np.clip(rewards / deviations, -10, 10)
 
 
 class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
@@ -476,14 +483,14 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
         self.register_buffer("last_returns", torch.full((100,), math.nan, dtype=torch.float64))
         self.register_buffer("totals", torch.zeros((2, num_envs), dtype=torch.float64))
 
-    def update(self, rewards: np.ndarray, dones: np.ndarray) -> dict[str, float]:
-        """Means over the episodes that end in a rollout (T, N), and over the last 100, or nan."""
+    def update(self, rewards: np.ndarray, firsts: np.ndarray) -> dict[str, float]:
+        """Means over the episodes that end in these steps, and over the last 100, or nan."""
         totals = self.totals.numpy()  # a view
         finished = [np.empty((2, 0))]
-        for reward, done in zip(gather(rewards, 1), gather(dones, 1) > 0, strict=True):
+        for reward, end in zip(rewards, firsts[1:] > 0, strict=True):
             totals += np.stack([reward, np.ones_like(reward)])
-            finished.append(totals[:, done])
-            totals[:, done] = 0
+            finished.append(totals[:, end])
+            totals[:, end] = 0
         returns, lengths = torch.from_numpy(np.concatenate(finished, 1))
         self.last_returns.copy_(torch.cat([self.last_returns, returns])[-100:])
         return {
@@ -495,8 +502,8 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
 
 @torch.no_grad()
 def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
-    """The raw return of one episode in each environment, (num_envs,); counting all episodes would
-    favor short ones. Leaves envs and torch's random numbers as they were."""
+    """The raw return of one episode in each environment, (num_envs,): counting all episodes would
+    favor short ones. Leaves envs as they were."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     start = envs.state_dict()
@@ -504,8 +511,8 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
     playing = np.ones(envs.num_envs, bool)
     obs, _ = envs.reset()
     while playing.any():
-        logits = agent(torch.from_numpy(obs).to(device), value=False).logits
-        actions, _ = sample_action(logits, generator)
+        out = agent(torch.from_numpy(obs).to(device), value=False)
+        actions = Categorical(out.logits).sample(generator)
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
@@ -514,37 +521,38 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
 
 
 # ---- 6 Speed and ranks ---------------------------------------------------------------------------
-def speed_up(agent: nn.Module, args: Args, device: torch.device) -> Callable:
-    """Choose the device, compile the agent. Returns a decorator that makes CUDA graphs."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
+def set_up_device(args: Args) -> None:
+    if args.device != "cpu":
+        torch.cuda.set_device(args.device)
         torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-        torch.set_num_threads(1)  # torch's threads would spin on the environments' cores
+        torch.set_num_threads(1)  # more would spin on the environments' cores
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
-    else:  # keep freed memory: mapping it again costs up to 40 %
+    elif sys.platform == "linux":  # keep freed memory: mapping it again costs up to 40 %
         libc = ctypes.CDLL(None)
         if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-    if on_gpu and args.compile:
-        torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
-        if torch.__version__ < "2.13":  # its worker processes can hang at exit (pytorch #162199)
-            torch._inductor.config.compile_threads = 1
-        options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
-        for module in agent.modules():
-            if isinstance(module, ImpalaCNN):
-                module.compile(fullgraph=True, dynamic=False, options=options)
-    return CudaGraph if on_gpu and args.cuda_graphs else lambda function: function
+
+
+def compile_encoders(agent: nn.Module, args: Args) -> None:
+    """On a GPU, compile all parts of the agent but its heads, which are linear layers."""
+    torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
+    if torch.__version__ < (2, 13):  # worker processes can hang at exit (pytorch #162199)
+        torch._inductor.config.compile_threads = 1
+    options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
+    for module in agent.children():
+        if args.device != "cpu" and args.compile and not isinstance(module, nn.Linear):
+            module.compile(fullgraph=True, dynamic=False, options=options)
 
 
 class CudaGraph:
-    """A CUDA graph of a function of named tensors: 3 calls warm up, the fourth is captured. From
-    then on, shapes and numbers are fixed, other tensors stay in place."""
+    """function(*fixed, **inputs): 3 calls warm up, the fourth is captured, then it is replayed with
+    inputs of the same shapes and the Python numbers of the capture."""
 
-    def __init__(self, function: Callable) -> None:
-        self.function = function
+    def __init__(self, function: Callable, fixed: tuple) -> None:
+        self.function = functools.partial(function, *fixed)
+        self.args = fixed[1]
         self.num_calls = 0
 
     def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -552,55 +560,47 @@ class CudaGraph:
         if self.num_calls < 4:
             return self.function(**inputs)
         if self.num_calls == 4:
+            self.flags = dict(vars(self.args))
             self.graph = torch.cuda.CUDAGraph()
             self.inputs = {name: x.clone() for name, x in inputs.items()}
             stream = torch.cuda.current_stream()
-            # thread_local: NCCL's watchdog thread may make CUDA calls meanwhile
+            # thread_local: NCCL's watchdog may make CUDA calls meanwhile
             with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
                 self.outputs = self.function(**self.inputs)
+        for name, old in self.flags.items():
+            if (new := getattr(self.args, name)) != old:
+                change = f"{name} changed from {old} to {new} after a CUDA graph was captured"
+                raise RuntimeError(f"{change}: pass it as a tensor, or --no-cuda-graphs")
         for name, x in inputs.items():
             self.inputs[name].copy_(x)
         self.graph.replay()
         return {name: x.clone() for name, x in self.outputs.items()}  # a replay overwrites them
 
 
-def join_ranks(args: Args) -> None:
-    """Join the other ranks; take the run folder from rank 0."""
-    ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG, SIGTERM: end with torchrun
-    backend = "gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl"
-    dist.init_process_group(backend, timeout=timedelta(hours=2))  # evaluations take long
-    args.run_dir = gather_objects(args.run_dir)[0]
-
-
 def average_grads(params: list[nn.Parameter]) -> None:
-    """Average the gradients over all ranks; every rank gets the same bits."""
+    """Average the gradients over all ranks, to the same bits."""
     if NUM_RANKS > 1:
-        grads = [param.grad for param in params if param.grad is not None]
-        mean = torch.cat([grad.flatten() for grad in grads])
+        mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
         mean /= NUM_RANKS
-        for grad, part in zip(grads, mean.split([grad.numel() for grad in grads]), strict=True):
-            grad.copy_(part.view_as(grad))
+        for x, part in zip(params, mean.split([x.numel() for x in params]), strict=True):
+            x.grad.copy_(part.view_as(x))
 
 
-def gather_objects(x) -> list:
-    """All ranks' x, on every rank."""
+def all_ranks(x) -> list:
+    """Every rank's x, on every rank."""
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
         dist.all_gather_object(everyone, x)
     return everyone
 
 
-def gather(array: np.ndarray, axis: int = 0) -> np.ndarray:
-    return np.concatenate(gather_objects(array), axis)
-
-
 def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
-    """Means over the updates of a phase and over the ranks. One that is not finite ends the run."""
+    """Means over a phase's updates and over the ranks. One that is not finite ends the run."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
         mean = torch.stack([stats[name] for stats in updates if name in stats]).mean()
-        means[prefix + name] = float(np.mean(gather_objects(mean.item())))  # waits for the GPU
+        means[prefix + name] = float(np.mean(all_ranks(mean.item())))  # waits for the GPU
         if not math.isfinite(means[prefix + name]):
             sys.exit(f"{prefix}{name} is {means[prefix + name]}: the run ends")
     return means
@@ -608,143 +608,174 @@ def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
 
 # ---- 7 Records, checkpoints, command line --------------------------------------------------------
 class Logger:
-    """metrics.csv, TensorBoard, and progress: a bar, or in a log file at most a line a minute."""
+    """A line of output, TensorBoard and Weights & Biases for each iteration."""
 
     def __init__(self, args: Args, rows: list[dict]) -> None:
         self.rows = rows
         last = rows[-1] if rows else {"global_step": 0, "wall_time": 0.0}
         self.start = time.monotonic() - last["wall_time"]
-        self.last_line = -math.inf
-        total = args.num_iterations * args.batch_size * NUM_RANKS
-        self.bar = tqdm(total=total, initial=last["global_step"], disable=not sys.stdout.isatty())
-        if RANK > 0:
-            return
-        self.path = Path(args.run_dir, "metrics.csv")
-        self.write_table()
         self.wandb = None
         if args.track:
             import wandb
 
-            names = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            names.update(name=Path(args.run_dir).name, dir=args.run_dir)
-            self.wandb = wandb.init(resume="auto", config=vars(args), **names)
+            where = {"project": args.wandb_project_name, "entity": args.wandb_entity}
+            where.update(name=Path(args.run_dir).name, dir=args.run_dir)
+            self.wandb = wandb.init(resume="auto", config=vars(args), **where)
         self.tensorboard = SummaryWriter(args.run_dir, purge_step=last["global_step"] + 1)
 
-    def write_table(self) -> None:
-        """Rewrite metrics.csv with all columns."""
-        columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        file = open(self.path.with_suffix(".tmp"), "w", newline="", buffering=1)  # flushes lines
-        self.table = csv.DictWriter(file, columns, lineterminator="\n")
-        self.table.writeheader()
-        self.table.writerows(self.rows)
-        os.replace(file.name, self.path)  # the file stays open
-
     def log(self, row: dict) -> None:
-        """End an iteration. row: rank 0's numbers by name, blank if not finite."""
-        if RANK > 0:
-            return
+        """row: numbers by name, which are left out if not finite."""
+        step = row["global_step"]
         row["wall_time"] = time.monotonic() - self.start
-        row["charts/SPS"] = row["global_step"] / row["wall_time"]
+        row["charts/SPS"] = step / row["wall_time"]
         progress = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
-        self.bar.set_postfix_str(progress)
-        self.print_each_minute(f"step {row['global_step']:,}, {progress}")
+        print(f"step {step:,}: {progress}", flush=True)
         row = {name: x for name, x in row.items() if math.isfinite(x)}
         row = {name: x if isinstance(x, int) else float(x) for name, x in row.items()}
         for name, x in row.items():
-            self.tensorboard.add_scalar(name, x, row["global_step"])
+            self.tensorboard.add_scalar(name, x, step)
         self.tensorboard.flush()
         if self.wandb:
-            self.wandb.log(row, step=row["global_step"])
+            self.wandb.log(row, step=step)
         self.rows.append(row)
-        if row.keys() <= set(self.table.fieldnames):
-            self.table.writerow(row)
-        else:
-            self.write_table()
-
-    def print_each_minute(self, text: str) -> None:
-        if self.bar.disable and time.monotonic() > self.last_line + 60:
-            print(text, flush=True)
-            self.last_line = time.monotonic()
 
 
-def save_checkpoint(args: Args, iteration: int, rows: list, common: dict, own: dict) -> None:
-    """Save the whole run: on a CPU, a resumed run has the bits of one never stopped. common:
-    objects with a state_dict, the same on all ranks. own: this rank's state."""
-    own["rng"] = torch.get_rng_state()
-    own["cuda_rng"] = torch.cuda.get_rng_state() if args.device != "cpu" else None
-    state = {"iteration": iteration, "rows": rows, "ranks": gather_objects(own)}
-    if RANK > 0:
-        return
-    state.update({name: part.state_dict() for name, part in common.items()})
-    path = Path(args.run_dir, "checkpoint.pt")
-    torch.save({name: x.cpu() for name, x in state["agent"].items()}, path.with_name("agent.pt"))
-    with open(path.with_suffix(".tmp"), "wb") as file:  # a crash leaves the old file or the new one
-        torch.save(state, file)
+@contextlib.contextmanager
+def whole_file(path: Path, mode: str = "w+b") -> Iterator[IO]:
+    """A file to write, which gets its name when it is complete."""
+    with open(path.with_name(f"{path.name}.tmp"), mode) as file:
+        yield file
         file.flush()
         os.fsync(file)
     os.replace(file.name, path)
 
 
-def restore_checkpoint(args: Args, state: dict, common: dict) -> dict:
-    """Restore common and the random numbers. Returns this rank's own state."""
-    for name, part in common.items():
+def save_checkpoint(args: Args, state: dict, shared: dict, rank_state: dict) -> None:
+    """On a CPU, a resumed run continues bit for bit. state: iteration and rows. shared: objects
+    with a state_dict, the same on all ranks. rank_state: what differs by rank."""
+    rank_state["rng"] = torch.get_rng_state()
+    rank_state["cuda_rng"] = torch.cuda.get_rng_state() if args.device != "cpu" else None
+    state["ranks"] = all_ranks(rank_state)
+    if RANK > 0:
+        return
+    state.update({name: part.state_dict() for name, part in shared.items()})
+    folder = Path(args.run_dir)
+    with whole_file(folder / "agent.pt") as file:
+        torch.save({name: x.cpu() for name, x in state["agent"].items()}, file)
+    with whole_file(folder / "checkpoint.pt") as file:
+        torch.save(state, file)
+        file.seek(0)
+        torch.load(file, map_location="cpu", weights_only=True)  # else only --resume would fail
+    with whole_file(folder / "metrics.csv", "w") as file:
+        columns = list(dict.fromkeys(name for row in state["rows"] for name in row))
+        table = csv.DictWriter(file, columns, lineterminator="\n")
+        table.writeheader()
+        table.writerows(state["rows"])
+
+
+def restore_checkpoint(args: Args, state: dict, shared: dict) -> dict:
+    """Restore all but rank_state, and return it."""
+    for name, part in shared.items():
         if isinstance(part, torch.optim.Optimizer):  # lr and capturable belong to this device
             state[name]["param_groups"] = part.state_dict()["param_groups"]
         part.load_state_dict(state[name])
-    own = state["ranks"][RANK]
-    torch.set_rng_state(own["rng"])
-    if args.device != "cpu" and own["cuda_rng"] is not None:
-        torch.cuda.set_rng_state(own["cuda_rng"])
-    return own
+    rank_state = state["ranks"][RANK]
+    torch.set_rng_state(rank_state["rng"])
+    if args.device != "cpu" and rank_state["cuda_rng"] is not None:
+        torch.cuda.set_rng_state(rank_state["cuda_rng"])
+    return rank_state
 
 
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-        sys.exit(2)
+def settle(args: Args) -> None:
+    """Check the arguments, derive sizes, make the automatic choices."""
+    for name in [
+        "num_envs",
+        "num_steps",
+        "update_epochs",
+        "num_minibatches",
+        "checkpoint_interval",
+    ]:
+        require(getattr(args, name) > 0, f"{name} must be at least 1")
+    for name in ["start_level", "num_levels", "chunk_size"]:
+        require(getattr(args, name) >= 0, f"{name} cannot be negative")
+    max_seed = NUM_LEVELS // NUM_RANKS - 1
+    require(0 <= args.seed <= max_seed, f"seed must be from 0 to {max_seed}")
+    require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
+    require(args.start_level + args.num_levels <= NUM_LEVELS, f"levels end at {NUM_LEVELS}")
+    on_gpu = args.cuda and torch.cuda.is_available()
+    args.device = f"cuda:{LOCAL_RANK}" if on_gpu else "cpu"
+    args.num_ranks = NUM_RANKS
+    args.batch_size = args.num_envs * args.num_steps
+    samples = args.batch_size * NUM_RANKS
+    args.num_iterations = args.total_timesteps // samples
+    require(args.num_iterations > 0, f"total_timesteps must be at least {samples}")
+    remainder = args.batch_size % args.num_minibatches
+    require(remainder == 0, f"num_minibatches must divide {args.batch_size} samples")
+    if not args.run_dir:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        args.run_dir = f"runs/{args.env_id}__{args.exp_name}__{args.seed}__{now}"
+    args.max_chunk = args.chunk_size or (16_384 if on_gpu else 512)
+    args.num_env_threads = args.env_threads
+    if args.env_threads < 0:
+        num_cores = os.cpu_count()
+        if sys.platform == "linux":
+            num_cores = len(os.sched_getaffinity(0))
+        num_cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        args.num_env_threads = 0 if num_cores <= 2 else min(12, num_cores * 3 // 4)
 
 
 MAY_CHANGE = {  # what --resume may change
-    "cuda", "compile", "cuda_graphs", "tf32", "env_threads", "device", "chunk_size", "track",
+    "cuda", "compile", "cuda_graphs", "tf32", "env_threads", "chunk_size", "track",
     "checkpoint_interval", "eval_interval", "wandb_project_name", "wandb_entity",
 }  # fmt: skip
 
 
 def parse_args() -> Args:
-    """Arguments of the command line, or of the run that --resume continues."""
-    args = tyro.cli(Args, description=__doc__.split("\n")[0])
-    if args.resume is not None:
-        path = Path(args.resume, "args.json")
-        require(path.exists(), f"--resume: {args.resume!r} is not a run folder")
-        saved = json.loads(path.read_text())["args"]
-        other = ", ".join(sorted(saved.keys() ^ vars(args).keys()))
-        require(not other, f"{args.resume} is a run of another script, whose flags differ: {other}")
-        require(saved["env_id"] in get_args(Game), f"this script does not know {saved['env_id']}")
-        saved.update(resume=args.resume, run_dir=args.resume)
-        flags = {flag.name: saved[flag.name] for flag in fields(Args) if flag.init}
-        args = tyro.cli(Args, default=Args(**flags))
-        changed = {name for name in saved if getattr(args, name) != saved[name]} - MAY_CHANGE
-        require(not changed, f"these flags of the run cannot change: {', '.join(sorted(changed))}")
+    """The command line's arguments, or those of the run that --resume continues."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume")
+    run_dir = parser.parse_known_args()[0].resume
+    if run_dir is None:
+        return tyro.cli(Args, description=__doc__.split("\n")[0])
+    record = Path(run_dir, "args.json")
+    require(record.exists(), f"--resume: {run_dir!r} is not a run folder")
+    script = Path(run_dir, Path(__file__).name)
+    is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
+    require(is_same, f"not the script of {run_dir}: run {script}, or copy yours over it")
+    saved = json.loads(record.read_text())["args"] | {"resume": run_dir, "run_dir": run_dir}
+    flags = {x.name: saved[x.name] for x in fields(Args) if x.name in saved}
+    args = tyro.cli(Args, default=Args(**flags))
+    changed = {name for name in [*flags, "num_ranks"] if getattr(args, name) != saved[name]}
+    refused = ", ".join(sorted(changed - MAY_CHANGE))
+    require(not refused, f"these flags of the run cannot change: {refused}")
     return args
 
 
 def open_run(args: Args) -> TextIO:
-    """Make the run folder, or open it again. Returns a file that keeps it locked while open."""
-    path = Path(args.run_dir, "args.json")
+    """Make or reopen the run folder. Returns a file that keeps it locked while open."""
+    folder = Path(args.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "a")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"{folder} is in use by another process")
+    except OSError as error:
+        sys.exit(f"{folder}: {error}: try another --run-dir or the mount option flock")
     if args.resume is None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        require(not any(path.parent.iterdir()), f"{path.parent} is not empty")
-        git = "git describe --always --dirty --abbrev=40 '--exclude=*'"  # empty without git
-        folder = Path(__file__).resolve().parent
-        result = subprocess.run(git, shell=True, cwd=folder, capture_output=True, text=True)
-        about = {"args": asdict(args), "command": " ".join(sys.orig_argv)}
+        leftovers = {"lock", Path(__file__).name, "args.json.tmp"}  # of a start that was killed
+        files = {path.name for path in folder.iterdir()}
+        require(files <= leftovers, f"{folder} is not empty")
+        shutil.copy(__file__, folder)
+        git = "git -c 'safe.directory=*' describe --always --dirty --abbrev=40 '--exclude=*'"
+        where = Path(__file__).resolve().parent
+        result = subprocess.run(git, shell=True, cwd=where, capture_output=True, text=True)
+        about = {"args": vars(args), "command": shlex.join(sys.orig_argv)}
         about.update(commit=result.stdout.strip(), date=time.strftime("%FT%T%z"))
         about.update(python=sys.version.split()[0], torch=torch.__version__)
         about["gpu"] = torch.cuda.get_device_name() if args.device != "cpu" else None
-        path.write_text(json.dumps(about, indent=2))
-        shutil.copy(__file__, path.parent)
-    lock = open(path, "a")
-    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while another process trains here
+        with whole_file(folder / "args.json", "w") as file:
+            json.dump(about, file, indent=2)
     return lock
 
 
@@ -756,18 +787,16 @@ def main(args: Args) -> None:
         state = {"iteration": 0, "rows": []}
         if (checkpoint := Path(args.run_dir, "checkpoint.pt")).exists():
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        print(f"{args.run_dir}: {args.num_iterations} iterations")
-        if args.cuda and args.device == "cpu":
-            print("no GPU: training on the CPU")
-        starter = "python" if NUM_RANKS == 1 else "torchrun ..."
-        print(f"To resume: {starter} {sys.argv[0]} --resume {args.run_dir!r}", flush=True)
-        try:
-            if state["iteration"] < args.num_iterations:
-                train(args, state)
-        except KeyboardInterrupt:
-            sys.exit(130)
+        print(f"{args.run_dir}: {args.num_iterations} iterations, on {args.device}")
+        command = ["python", sys.argv[0], "--resume", args.run_dir]
+        print("To resume:", shlex.join(command), flush=True)
+        if state["iteration"] < args.num_iterations:
+            train(args, state)
     print(f"{args.run_dir} is finished")
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    try:
+        main(parse_args())
+    except KeyboardInterrupt:
+        sys.exit(130)
