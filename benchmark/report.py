@@ -6,10 +6,11 @@
 
 A run is a folder with args.json and metrics.csv, or with TensorBoard events only, as CleanRL writes them. A folder may
 also hold a table of many runs: metrics.csv.gz with a column "run", and args.json with an entry for each run. Runs are
-grouped by name (exp_name, or the script and its important flags), distribution mode and number of levels.
+grouped by exp_name, the flags that change their numbers, distribution mode and number of levels.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +19,14 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import tyro
+
+os.environ["MPLBACKEND"] = "Agg"  # rliable imports matplotlib, which may not know the backend of a notebook
 from rliable import library, metrics
 from scipy import stats
 from tbparse import SummaryReader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs from any folder, with nothing installed
+import ppg_procgen  # noqa: E402
 from benchmark.pictures import CURVE, MIN_SEEDS, UNSEEN, draw_curves, draw_profiles, in_order, picture  # noqa: E402
 from benchmark.ranges import RANGES  # noqa: E402
 
@@ -33,11 +37,10 @@ from benchmark.ranges import RANGES  # noqa: E402
 REFERENCE = Path(__file__).parent / "reference" / "procgen_curves.csv.gz"
 SETTING = ["distribution_mode", "num_levels"]
 RETURNS = {"charts/mean_return_100": "", "eval/test_return": UNSEEN}  # columns of metrics.csv
-# flags that make another algorithm of a script, with the published values
-VARIANT_FLAGS = {"arch": "dual", "e_policy": 1, "e_value": 1, "update_epochs": 3, "clip_coef": 0.2, "kl_coef": 0.0}
-VARIANT_FLAGS.update(beta_clone=1.0, aux_interval=1, num_aux_minibatches=0)
-# flags that may differ within a group: they tell its runs apart, or do not change the result
-PER_RUN_FLAGS = ["env_id", "seed", "run_dir", "resume", "track", "checkpoint_interval", "env_threads"]
+# Flags that make no other group: they tell its runs apart, follow from other flags, or may change within a run. Among
+# the last is aux_dtype, which "auto" takes from the hardware: compare precisions by --exp-name.
+SAME_GROUP = {"env_id", "seed", "exp_name", "run_dir", "resume", "batch_size", "num_iterations", "num_phases", *SETTING}
+SAME_GROUP |= ppg_procgen.MAY_CHANGE
 
 CURVE_CAPTION = "Mean return of the last 100 episodes: mean over seeds ± one standard deviation."
 STEP_TEXT = (
@@ -76,8 +79,9 @@ def load_references(algorithms: tuple[str, ...]) -> pd.DataFrame:
 
 def find_run_folders(paths: tuple[Path, ...]) -> list[Path]:
     """Every folder under the paths that holds a run's files, once."""
-    files = [file for path in paths for name in ("args.json", "events.out.tfevents*") for file in path.rglob(name)]
-    folders = {file.parent.resolve() for file in files}
+    walks = [walk for path in paths for walk in os.walk(path, followlinks=True)]
+    files = [Path(folder, name) for folder, _, names in walks for name in names]
+    folders = {file.parent.resolve() for file in files if file.match("args.json") or file.match("events.out.tfevents*")}
     # inside a run folder are files of other loggers, not runs
     return sorted(folder for folder in folders if folders.isdisjoint(folder.parents))
 
@@ -106,13 +110,24 @@ def read_events(folder: Path) -> tuple[str, dict, pd.DataFrame]:
     return str(folder), args, rows
 
 
-def group_name(args: dict) -> str:
-    """exp_name. The scripts' own names say nothing of their flags, so those that matter are added."""
-    name = args["exp_name"]
-    if name in ("ppg_procgen", "ppo_procgen"):
-        flags = [flag for flag, value in VARIANT_FLAGS.items() if args.get(flag, value) != value]
-        name += "".join(f" --{flag.replace('_', '-')} {args[flag]}" for flag in flags)
-    return name
+def result_flags(args: dict) -> dict[str, str]:
+    """The flags that change a run's numbers. The budget does so only by annealing."""
+    same = SAME_GROUP if args.get("anneal_lr") else SAME_GROUP | {"total_timesteps"}
+    return {flag: str(value) for flag, value in args.items() if flag not in same}
+
+
+def group_names(runs: pd.DataFrame) -> pd.Series:
+    """exp_name, and the flags that differ between the runs of this name and setting, where they are not PPG's defaults.
+    A flag that a run lacks, because its script was of another version, is no difference."""
+    names = runs.group.copy()
+    flags = pd.DataFrame([result_flags(args) for args in runs.args], index=runs.index)
+    for flag, values in flags.items():
+        games = ["env_id"] if flag == "start_level" else []  # games may have their own levels
+        differs = values.groupby([runs[column] for column in ["group", *SETTING, *games]]).transform("nunique") > 1
+        default = str(getattr(ppg_procgen.Args, flag, None))
+        shown = differs & values.notna() & (values != default)
+        names[shown] += f" --{flag.replace('_', '-')} " + values[shown]
+    return names
 
 
 def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
@@ -122,40 +137,27 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
         try:
             for path, args, rows in read_runs(folder):
                 run = {key: args[key] for key in ("env_id", "seed", *SETTING)}
-                run.update(own=True, group=group_name(args), run=path)
+                run.update(own=True, group=args["exp_name"], run=path)
                 rows["aux_phase"] = rows.filter(["losses/aux/kl_loss"]).notna().any(axis=1)
-                for column in set(RETURNS) & set(rows):
-                    curve = rows[["global_step", "wall_time", "aux_phase"]].assign(episodic_return=rows[column])
-                    curves.append(curve.dropna().assign(**run | {"group": run["group"] + RETURNS[column]}))
+                for column in RETURNS:  # all rows are dropped where no episode has ended
+                    curve = rows[["global_step", "wall_time", "aux_phase"]].assign(episodic_return=rows.get(column))
+                    curves.append(curve.dropna().assign(**run | {"group": RETURNS[column]}))
                 runs.append(run | {"last_step": rows.global_step.max(), "seconds": rows.wall_time.max(), "args": args})
         except Exception as error:  # a broken or foreign folder must not cost the page of a whole sweep
             notes.append(f"{folder}: left out: {error!r}")
     if not runs:
         return pd.DataFrame(), pd.DataFrame(columns=[*CURVE, *SETTING]), notes
     runs = pd.DataFrame(runs).sort_values(["last_step", "run"])
+    runs["group"] = group_names(runs)
+    curves = pd.concat([curve for curve in curves if len(curve)] or curves, ignore_index=True)
+    curves["group"] = curves.run.map(runs.set_index("run").group) + curves.group
     again = runs.duplicated(["group", *SETTING, "env_id", "seed"], keep="last")
-    notes += [f"{run}: left out: another run with the same name, game and seed is longer" for run in runs.run[again]]
-    runs, curves = runs[~again], pd.concat([curve for curve in curves if len(curve)] or curves, ignore_index=True)
-    silent = runs[~runs.run.isin(curves.run)]
-    if len(silent):
-        notes.append(f"no episode has finished yet: {run_list(silent)}")
-    return runs, curves[curves.run.isin(runs.run)], notes + check_groups(runs)
-
-
-def check_groups(runs: pd.DataFrame) -> list[str]:
-    """Runs that stopped early, and flags that differ within a group."""
-    notes = []
-    for (group, *setting), rows in runs.groupby(["group", *SETTING]):
-        title = f"{group} ({setting_title(*setting)})"
-        short = rows[rows.last_step < 0.98 * pd.to_numeric(rows.args.str.get("total_timesteps"))]
-        if len(short):
-            notes.append(f"{title}: stopped before their total_timesteps, or still running: {run_list(short)}")
-        flags = pd.DataFrame(list(rows.args)).drop(columns=PER_RUN_FLAGS, errors="ignore").astype(str)
-        for flag, values in flags.items():
-            by = rows.env_id if flag == "start_level" else rows.group  # games may have their own levels
-            if values.groupby(by.to_numpy()).nunique().max() > 1:
-                notes.append(f"{title}: runs differ in {flag}: {', '.join(sorted(values.unique()))}")
-    return notes
+    notes += [f"{run}: left out: a run of its group, game and seed is as long or longer" for run in runs.run[again]]
+    runs = runs[~again]
+    notes += run_notes("no episode has finished yet", runs[~runs.run.isin(curves.run)])
+    is_short = runs.last_step < 0.98 * pd.to_numeric(runs.args.str.get("total_timesteps"))
+    notes += run_notes("stopped before their total_timesteps, or still running", runs[is_short])
+    return runs, curves[curves.run.isin(runs.run)], notes
 
 
 def value_at_step(curves: pd.DataFrame, step: float, window: float) -> pd.DataFrame:
@@ -207,8 +209,9 @@ def setting_title(mode: str, num_levels: int) -> str:
     return f"{mode}, {num_levels or 'all'} level{'' if num_levels == 1 else 's'}"
 
 
-def run_list(runs: pd.DataFrame) -> str:
-    return ", ".join(f"{x.group} {x.env_id} seed {x.seed} (at {x.last_step:,})" for x in runs.itertuples())
+def run_notes(text: str, runs: pd.DataFrame) -> list[str]:
+    names = [f"{x.group} {x.env_id} seed {x.seed} (at {x.last_step:,})" for x in runs.itertuples()]
+    return [f"{text}: {', '.join(names)}"] if names else []
 
 
 def run_table(runs: pd.DataFrame) -> str:
@@ -269,7 +272,8 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     """The page on one distribution mode and number of levels; adds to the notes."""
     mode, num_levels = runs[SETTING].iloc[0]
     title = setting_title(mode, num_levels)
-    path = args.out / (f"{mode}_{num_levels}_levels" if num_levels else mode)
+    name = f"{mode}_{num_levels}_levels" if num_levels else mode  # from args.json, which may be foreign: never a path
+    path = args.out / name.replace("/", "_")
     if not num_levels:  # all levels are in training: an evaluation repeats what the training episodes say
         curves = curves[~curves.group.str.endswith(UNSEEN)]
     own, published = curves[curves.own], curves[~curves.own]
@@ -290,9 +294,7 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     if (num_levels == 0 or num_levels >= 100) and all(mode in RANGES.get(game, ()) for game in values.env_id):
         text += report_scores(args, path, mode, values)
 
-    absent = runs[~runs.run.isin(values.run)]
-    if len(absent):
-        notes.append(f"{title}: no value at {step:,.0f} steps: {run_list(absent)}")
+    notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
     for group, first in published.groupby("group").global_step.min().items():
         if first > step:
             notes.append(f"{title}: the published curves begin later, at {first:,.0f} steps: {group}")
@@ -309,6 +311,8 @@ def main(args: Args) -> None:
     references = load_references(args.references)
     unknown = set(args.references) - set(references.algorithm)
     require(not unknown, f"no published curves of {', '.join(unknown)}; see benchmark/reference/README.md")
+    absent = [str(path) for path in args.paths if not path.exists()]
+    require(not absent, f"no such file or folder: {', '.join(absent)}")
     runs, curves, notes = load_runs(args.paths)
     require(len(runs) > 0 or args.figure2, "\n".join([f"no runs under {', '.join(map(str, args.paths))}", *notes]))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ class Args:
     num_seeds: int = 3  # seeds for each command and game
     folder: Path | None = None  # folder of the sweep; default: sweeps/ and the exp_name of the first command
     workers: int | None = None  # runs, or SLURM tasks, at a time; default: one for each GPU slot, or one on the CPU
-    gpus: tuple[str, ...] | None = None  # GPU slots, as in 0 0 1; nothing after the flag: CPU; default: all GPUs
+    gpus: tuple[str, ...] | None = None  # GPU slots, as in 0 0 1 or 0,0,1; nothing after the flag: CPU; default: all
     retries: int = 2  # further attempts at a run that fails; bad arguments (exit code 2) are not tried again
     dry_run: bool = False  # print the commands and do nothing
     slurm: bool = False  # submit the unfinished runs as an array job with FOLDER/slurm.sbatch
@@ -60,6 +60,8 @@ class Run:
         self.log_file = folder / "logs" / f"{name}.log"
         self.marker = self.run_dir / "finished"
         self.attempts = 0
+        self.lock_waits = 10  # a minute each: when a node is lost, its locks last for some minutes
+        self.start_time = 0.0  # not to be started before
 
     def is_finished(self) -> bool:
         """If the flags differ from those of the finished run, the script must say whether it accepts them."""
@@ -95,7 +97,7 @@ class Run:
             return f"killed by {signal.Signals(-code).name}" if code else "finished"
         lines = self.log_file.read_text(errors="replace").splitlines()
         words = [line for line in lines if re.search(r"\w", line)]
-        return f"exit code {code}: {words[-1].strip(' │')[:200]}"  # tyro frames its messages
+        return f"exit code {code}: {words[-1].strip(' │')[:500]}"  # tyro frames its messages
 
 
 def plan(args: Args) -> list[Run]:
@@ -115,30 +117,30 @@ def plan(args: Args) -> list[Run]:
     for seed in range(1, args.num_seeds + 1):
         for exp_name, words in commands.items():
             for env_id in args.env_ids:
-                name = f"{env_id}__{exp_name}__{seed}"
+                name = f"{env_id}__{exp_name}__{seed}".replace("/", "_")
                 runs[name] = Run(args.folder, name, [*words, "--env-id", env_id, "--seed", str(seed)])
     return list(runs.values())
 
 
 def gpu_slots(args: Args) -> list[str | None]:
-    gpus = args.gpus
-    if gpus is None and "CUDA_VISIBLE_DEVICES" in os.environ:
-        gpus = re.findall("[^,]+", os.environ["CUDA_VISIBLE_DEVICES"])
-    elif gpus is None and shutil.which("nvidia-smi"):
-        gpus = subprocess.check_output(["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"], text=True).split()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") if args.gpus is None else ",".join(args.gpus)
+    if gpus is None:
+        output = subprocess.getoutput("nvidia-smi --query-gpu=index --format=csv,noheader")
+        gpus = ",".join(re.findall(r"^\d+$", output, re.MULTILINE)) or None  # other lines say what is wrong
     if gpus:
-        return list(gpus[: args.workers])
+        return gpus.split(",")[: args.workers]
     return [None if gpus is None else ""] * (args.workers or 1)
 
 
-def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]:
+def work(waiting: list[Run], slots: list[str | None], retries: int, lock_wait: float = 60) -> list[Run]:
     """Do the runs. Returns those that failed."""
     running = []
     failed = []
     try:
         while waiting or running:
-            while waiting and slots:
-                run = waiting.pop(0)
+            ready = [run for run in waiting if run.start_time <= time.monotonic()]
+            for run in ready[: len(slots)]:
+                waiting.remove(run)
                 run.start(slots.pop(0))
                 running.append(run)
             time.sleep(0.1)
@@ -149,6 +151,11 @@ def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]
                 say(f"{run.name}: {run.result()}")
                 if run.process.returncode == 0:
                     run.marker.write_text(shlex.join(run.command))
+                elif run.result().endswith("is in use by another process") and run.lock_waits:
+                    run.lock_waits -= 1
+                    run.attempts -= 1  # this one does not count
+                    run.start_time = time.monotonic() + lock_wait
+                    waiting.append(run)
                 elif run.process.returncode == 2 or run.attempts > retries:
                     failed.append(run)
                 else:
@@ -179,6 +186,7 @@ def main(args: Args) -> int:
     todo = [run for run in runs if not run.is_finished()]
     say(f"{args.folder}: {len(runs) - len(todo)} of {len(runs)} runs are finished")
     if args.slurm and args.index is None and todo:
+        require(shutil.which("sbatch"), "this machine has no sbatch")
         script = args.folder / "slurm.sbatch"
         if not script.exists():
             shutil.copy(Path(__file__).with_name("slurm.sbatch"), script)
@@ -186,7 +194,8 @@ def main(args: Args) -> int:
         output = args.folder / "logs" / "slurm-%A_%a.log"
         options = [f"--array={array}", f"--job-name={args.folder.name}", f"--output={output}"]
         lock.close()  # the tasks may start before sbatch returns
-        return subprocess.run(["sbatch", *options, script, *sys.argv[1:]]).returncode
+        task = [sys.executable, Path(__file__).resolve(), *sys.argv[1:]]  # in this folder, where SLURM starts tasks
+        return subprocess.run(["sbatch", *options, script, *task]).returncode
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
             signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))

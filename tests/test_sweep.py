@@ -13,6 +13,8 @@ import pytest
 import tyro
 from conftest import ROOT, wait_for
 
+from benchmark import sweep
+
 SWEEP = ROOT / "benchmark" / "sweep.py"
 os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # the shell scripts call python3
 
@@ -61,11 +63,11 @@ class Lab:
         (home / "fake.py").write_text(FAKE)
         self.command = f"{sys.executable} -S -E {home / 'fake.py'}"
 
-    def popen(self, *env_ids, flags=(), prefix=(), **environment) -> subprocess.Popen:
+    def popen(self, *env_ids, flags=(), prefix=(), cwd=None, **environment) -> subprocess.Popen:
         argv = [*prefix, sys.executable, SWEEP, "--folder", self.folder, "--num-seeds", "1"]
         argv += ["--command", self.command, "--env-ids", *env_ids, *flags]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        return subprocess.Popen(argv, env=os.environ | environment, text=True, **streams)
+        return subprocess.Popen(argv, cwd=cwd, env=os.environ | environment, text=True, **streams)
 
     def sweep(self, *env_ids, **options) -> tuple[int, str]:
         process = self.popen(*env_ids, **options)
@@ -134,7 +136,7 @@ def test_other_flags_do_not_pass_for_finished_runs_and_bad_arguments_are_not_tri
 
 def test_gpu_slots_are_never_shared(lab):
     games = "fine crash flaky fine.2 crash.2 flaky.2 fine.3 crash.3 flaky.3".split()
-    flags = "--gpus 0 3 GPU-5e1f --retries 1".split()
+    flags = "--gpus 0,3 GPU-5e1f --retries 1".split()
     output = lab.sweep(*games, flags=flags)[1]
     assert "3 of 9 runs failed" in output and "BlockingIOError" not in output
     assert len(lab.starts(0)) == 3 + 6 + 6
@@ -146,6 +148,22 @@ def test_where_the_default_gpus_come_from(lab):
     assert lab.sweep("fine.1", "fine.2", PATH=path)[0] == 0
     assert lab.sweep("fine.3", "fine.4", PATH=path, CUDA_VISIBLE_DEVICES="6,7")[0] == 0
     assert sorted(lab.starts(2)) == ["0", "1", "6", "7"]
+    for number, failure in enumerate(["exit 9", "echo No devices were found"]):
+        lab.add_program("nvidia-smi", f"#!/bin/sh\n{failure}\n")
+        assert lab.sweep(f"ALE/fine-v{number}", PATH=path)[0] == 0
+        assert (lab.folder / "runs" / f"ALE_fine-v{number}__fake__1" / "finished").exists()
+    assert lab.starts(2)[4:] == ["unset", "unset"]
+
+
+def test_a_run_in_use_is_tried_again_later(tmp_path):
+    script = "echo run >>starts; [ $(wc -l <starts) = 3 ] || { echo RUN is in use by another process; exit 1; }"
+    commands = {"a": script, "b": "echo other >>starts", "c": "echo RUN is in use by another process; exit 1"}
+    a, b, c = [sweep.Run(tmp_path, name, ["sh", "-c", f"cd {tmp_path}; {commands[name]}"]) for name in commands]
+    for folder in ("logs", "runs/a", "runs/b"):
+        (tmp_path / folder).mkdir(parents=True)
+    assert sweep.work([a, b], [None], retries=0, lock_wait=1) == []
+    assert (tmp_path / "starts").read_text().split() == ["run", "other", "run"]  # meanwhile, others go on
+    assert sweep.work([c], [None], retries=1, lock_wait=0.1) == [c] and c.attempts == 2  # after ten waits
 
 
 def test_a_second_sweep_is_refused_and_nohup_keeps_the_first_alive(lab):
@@ -176,7 +194,7 @@ def test_a_signal_stops_the_runs_and_a_moved_folder_continues(lab, signum):
     assert lab.starts(1) == ["start", "resume"]
 
 
-SBATCH = """#!/usr/bin/env python3
+SBATCH = """
 # Runs the tasks one after the other; a task that asks for a requeue runs again.
 import os, pathlib, subprocess, sys
 array = sys.argv[1].removeprefix("--array=")
@@ -194,12 +212,14 @@ SCONTROL = '#!/bin/sh\n[ "$*" = "requeue 7" ] && touch "$(dirname "$0")/requeued
 
 
 def test_slurm_array_runs_requeues_and_skips(lab):
-    path = lab.add_program("sbatch", SBATCH)
+    path = lab.add_program("sbatch", f"#!{sys.executable}{SBATCH}")
     lab.add_program("scontrol", SCONTROL)
-    lab.add_program("nvidia-smi", "#!/bin/sh\nexit 9\n")  # a login node
+    for name in ("nvidia-smi", "python3"):  # a login node, no active environment
+        lab.add_program(name, "#!/bin/sh\nexit 9\n")
     games = ["fine", "crash", "waits"]
     flags = ["--slurm", "--workers", "2", "--retries", "1"]
-    submission = lab.popen(*games, flags=flags, PATH=path)
+    assert lab.sweep("fine", flags=flags, PATH="")[1].endswith("sweep.py: this machine has no sbatch\n")
+    submission = lab.popen(*games, flags=flags, PATH=path, cwd=lab.home)
     lab.wait_until_live()
     script = status(status(lab.starts(3)[-1], "PPid"), "PPid")  # the run's parent is sweep.py, whose is slurm.sbatch
     os.kill(int(script), signal.SIGUSR1)  # what SLURM does before the time limit

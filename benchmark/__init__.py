@@ -1,0 +1,1 @@
+# A package with this file comes before others of its name that are installed.
