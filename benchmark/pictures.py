@@ -111,6 +111,17 @@ def draw_profiles(scores: dict[str, np.ndarray], reps: int) -> plt.Figure:
     return fig
 
 
+def draw_n_pi(rows: pd.DataFrame) -> plt.Figure:
+    """Scores for each N_pi, and their difference to the default's mean. Bands: from the lowest to the highest run."""
+    default = rows[rows.setting == "ppg_n_pi_32"].groupby("iterations").score.mean()
+    look = {"hue_order": [*(f"ppg_n_pi_{n}" for n in (32, 16, 8, 4, 2)), "ppo"], "palette": "colorblind"}
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
+    for ax, y, base in zip(axes, ["score", "difference to N_pi 32"], [0, rows.iterations.map(default)], strict=True):
+        sns.lineplot(x=rows.iterations, y=rows.score - base, hue=rows.setting, ax=ax, errorbar=("pi", 100), **look)
+        ax.set(ylabel=y, xscale="log", xlim=(16, 1520), xticks=2 ** np.arange(4, 11), xticklabels=2 ** np.arange(4, 11))
+    return fig
+
+
 def picture(fig: plt.Figure, path: Path, caption: str) -> str:
     """Save as PNG and SVG; returns the Markdown that shows it."""
     for suffix in (".png", ".svg"):

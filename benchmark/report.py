@@ -27,6 +27,7 @@ from tbparse import SummaryReader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs from any folder, with nothing installed
 import ppg_procgen  # noqa: E402
+from benchmark import pictures  # noqa: E402
 from benchmark.pictures import CURVE, MIN_SEEDS, UNSEEN, draw_curves, draw_profiles, in_order, picture  # noqa: E402
 from benchmark.ranges import RANGES  # noqa: E402
 
@@ -39,7 +40,8 @@ SETTING = ["distribution_mode", "num_levels"]
 RETURNS = {"charts/mean_return_100": "", "eval/test_return": UNSEEN}  # columns of metrics.csv
 # Flags that make no other group: they tell its runs apart, follow from other flags, or may change within a run. Among
 # the last is aux_dtype, which "auto" takes from the hardware: compare precisions by --exp-name.
-SAME_GROUP = {"env_id", "seed", "exp_name", "run_dir", "resume", "batch_size", "num_iterations", "num_phases", *SETTING}
+SAME_GROUP = {"env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", *SETTING}
+SAME_GROUP |= {"device", "batch_size", "num_iterations", "num_phases", "max_chunk", "num_env_threads"}
 SAME_GROUP |= ppg_procgen.MAY_CHANGE
 
 CURVE_CAPTION = "Mean return of the last 100 episodes: mean over seeds ± one standard deviation."
@@ -62,6 +64,7 @@ class Args:
     paths: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders, sweep folders, or any parent of them
     out: Path = Path("report")  # folder to write to
     figure2: bool = False  # draw Figure 2 of the PPG paper (16 games, hard), with our runs, if any, laid over it
+    n_pi: bool = False  # draw the published scores for each N_pi (mean over 16 games, hard)
     step: float | None = None  # step of the tables; default: where the median run ended, or the published row before it
     references: tuple[str, ...] = ("ppg", "ppo")  # published curves, by the names in benchmark/reference/README.md
     baseline: str = "ppo"  # P(improvement) is over the first group whose name contains this, ours before published
@@ -182,6 +185,15 @@ def normalized(values: pd.DataFrame, mode: str) -> pd.DataFrame:
     """The values with a column `score`."""
     low, high = (values.env_id.map(lambda game, k=k: RANGES[game][mode][k]) for k in (0, 1))
     return values.assign(score=(values.episodic_return - low) / (high - low))
+
+
+def published_scores() -> pd.DataFrame:
+    """Mean score over the 16 hard games of each run of PPG's authors, in blocks of 16 iterations (of 65,536 steps)."""
+    curves = pd.read_csv(REFERENCE)
+    curves = normalized(curves[curves.source == "openai/phasic-policy-gradient"], "hard")
+    curves["iterations"] = 16 * np.ceil(curves.global_step / 2**20).astype(int)  # a block has one or two rows
+    curves["setting"] = curves.algorithm.replace(["ppg", "ppg_e_aux_6", "ppg_e_pi_1"], "ppg_n_pi_32")  # the default
+    return curves.groupby(["setting", "iterations", "algorithm", "run"], as_index=False).score.mean()
 
 
 def score_matrix(scores: pd.DataFrame, games: list[str]) -> np.ndarray:
@@ -314,9 +326,12 @@ def main(args: Args) -> None:
     absent = [str(path) for path in args.paths if not path.exists()]
     require(not absent, f"no such file or folder: {', '.join(absent)}")
     runs, curves, notes = load_runs(args.paths)
-    require(len(runs) > 0 or args.figure2, "\n".join([f"no runs under {', '.join(map(str, args.paths))}", *notes]))
+    no_runs = f"no runs under {', '.join(map(str, args.paths))}"
+    require(len(runs) > 0 or args.figure2 or args.n_pi, "\n".join([no_runs, *notes]))
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.figure2:
+    if args.n_pi:
+        picture(pictures.draw_n_pi(published_scores()), args.out / "n_pi", "")
+    elif args.figure2:
         own = curves[(curves[SETTING] == ("hard", 0)).all(axis=1)]
         paper = references[references.source == "openai/phasic-policy-gradient"]
         fig = draw_curves(pd.concat([own, paper]) if len(own) else paper, "global_step", 100e6, "Environment steps")

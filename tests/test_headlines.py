@@ -1,4 +1,4 @@
-"""The figures of README.md and benchmark/results/README.md, computed again from the committed metrics."""
+"""The figures of README.md, results/README.md and GUIDE.md, computed again from the committed metrics."""
 
 import math
 import re
@@ -9,18 +9,19 @@ import scipy.stats
 import tyro
 from conftest import ROOT
 
-from benchmark import evaluate
+from benchmark import evaluate, report
 
 RESULTS = ROOT / "benchmark" / "results"
 README = (ROOT / "README.md").read_text().replace("\n", " ")
 TEXT = (RESULTS / "README.md").read_text()
+GUIDE = (ROOT / "benchmark" / "GUIDE.md").read_text()
 CURVES = pd.read_csv(ROOT / "benchmark" / "reference" / "procgen_curves.csv.gz")
 RETURN, VARIANCE, KL = "charts/mean_return_100", "losses/explained_variance", "losses/aux/kl_loss"
 
 
-def table(beginning: str) -> list[tuple[str, list[list[str]]]]:
+def table(beginning: str, text: str = TEXT) -> list[tuple[str, list[list[str]]]]:
     """The table of the results whose header has this beginning: of each row, its first cell, the numbers of others."""
-    lines = TEXT[TEXT.index(f"\n| {beginning}") + 1 :].split("\n\n")[0].splitlines()
+    lines = text[text.index(f"\n| {beginning}") + 1 :].split("\n\n")[0].splitlines()
     rows = [line.replace("−", "-").strip("| ").split(" | ") for line in lines[2:]]
     return [(name, [re.findall(r"-?\d+\.\d+", cell) for cell in cells]) for name, *cells in rows]
 
@@ -84,6 +85,23 @@ def test_one_million_steps(env_id, seeds):
         assert ppg[k] == mean(run(f"ppg_detach_{env_id}_1").loc[iterations], RETURN)
         assert ppo[k] == mean(pd.concat([run(f"ppo_{env_id}_{seed}").loc[iterations] for seed in seeds]), RETURN)
         assert seeds_of_ppo[k] == published(env_id, iterations)[::2]
+
+
+def test_n_pi():
+    scores = report.published_scores().groupby(["setting", "iterations"]).score.agg(["min", "max", "count"])
+    for name, cells in table("setting | 64", GUIDE):
+        setting = "ppo" if "PPO" in name else "ppg_" + name.split(" (")[0].lower().replace("π", "pi").replace(" ", "_")
+        rows = scores.loc[setting].loc[[64, 96, 128, 192, 384, 768, 1520]]
+        assert cells == [[f"{x:.3f}" for x in sorted({low, high})] for low, high in rows[["min", "max"]].to_numpy()]
+        assert set(rows["count"]) == {6 if "six runs" in name else 3 if "three runs" in name else 1}
+    low, high = scores["min"].unstack(), scores["max"].unstack()
+    above, below = low.gt(high.loc["ppg_n_pi_32"]), high.lt(low.loc["ppg_n_pi_32"])
+    for n, end in (8, 288), (16, 560):  # GUIDE.md and results/README.md name these iterations
+        assert above.loc[f"ppg_n_pi_{n}", 32:end].all() and not above.loc[f"ppg_n_pi_{n}", end + 16]
+    assert not below.loc["ppg_n_pi_16"].any()
+    for n, start in (32, 80), (8, 32):
+        above_ppo = low.loc[f"ppg_n_pi_{n}"] > high.loc["ppo"]
+        assert above_ppo.loc[start:].all() and not above_ppo.loc[start - 16]
 
 
 def test_one_level():
