@@ -606,10 +606,10 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
         """Means over the episodes that end in these steps, and over the last 100, or nan."""
         totals = self.totals.numpy()  # a view
         finished = [np.empty((2, 0))]
-        for reward, end in zip(rewards, firsts[1:] > 0, strict=True):
+        for t, reward in enumerate(rewards):
+            totals *= 1 - firsts[t]
             totals += np.stack([reward, np.ones_like(reward)])
-            finished.append(totals[:, end])
-            totals[:, end] = 0
+            finished.append(totals[:, firsts[t + 1] > 0])
         returns, lengths = torch.from_numpy(np.concatenate(finished, 1))
         self.last_returns.copy_(torch.cat([self.last_returns, returns])[-100:])
         return {
