@@ -1,4 +1,4 @@
-"""The recipes of benchmark/GUIDE.md, applied to copies of the file, train."""
+"""The recipes of benchmark/RECIPES.md, applied to copies of the file, train."""
 
 import importlib.util
 import re
@@ -15,7 +15,7 @@ from conftest import train as train_script
 
 
 def section(title):
-    return (ROOT / "benchmark" / "GUIDE.md").read_text().split(f"### {title}\n")[1].split("\n### ")[0]
+    return (ROOT / "benchmark" / "RECIPES.md").read_text().split(f"### {title}\n")[1].split("\n##")[0]
 
 
 def apply(*titles):
