@@ -794,17 +794,17 @@ def save_checkpoint(args: Args, state: dict, shared: dict, rank_state: dict) -> 
         return
     state.update({name: part.state_dict() for name, part in shared.items()})
     folder = Path(args.run_dir)
+    with whole_file(folder / "metrics.csv", "w") as file:
+        columns = list(dict.fromkeys(name for row in state["rows"] for name in row))
+        table = csv.DictWriter(file, columns, lineterminator="\n")
+        table.writeheader()
+        table.writerows(state["rows"])
     with whole_file(folder / "agent.pt") as file:
         torch.save({name: x.cpu() for name, x in state["agent"].items()}, file)
     with whole_file(folder / "checkpoint.pt") as file:
         torch.save(state, file)
         file.seek(0)
         torch.load(file, map_location="cpu", weights_only=True)  # else only --resume would fail
-    with whole_file(folder / "metrics.csv", "w") as file:
-        columns = list(dict.fromkeys(name for row in state["rows"] for name in row))
-        table = csv.DictWriter(file, columns, lineterminator="\n")
-        table.writeheader()
-        table.writerows(state["rows"])
 
 
 def restore_checkpoint(args: Args, state: dict, shared: dict) -> dict:

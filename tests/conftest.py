@@ -57,10 +57,14 @@ def train(script, args, small: bool = True) -> Path:
 
 def interrupt(script, args, k: int, small: bool = True) -> Path:
     """As train, but Ctrl-C comes in the k-th step of the environments."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit, match="130"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         worker.install_kill(script, patch.setattr, "ProcgenVectorEnv.step", k, signal.SIGINT)
         train(script, args, small)
     return Path(args.run_dir)
+
+
+def make_agent(script, **flags):
+    return script.Agent(script.Args(cuda=False, **flags), script.ProcgenVectorEnv)
 
 
 def make_args(script, run_dir: Path, **flags):

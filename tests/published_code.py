@@ -171,7 +171,8 @@ def run_ppo(folder: str, shapes: dict[str, tuple[int, ...]]) -> dict:
     return numbers
 
 
-def shapes_of(agent) -> dict[str, tuple[int, ...]]:
+def shapes_of(script, **flags) -> dict[str, tuple[int, ...]]:
+    agent = script.Agent(script.Args(**flags), script.ProcgenVectorEnv)
     return {name: tuple(x.shape) for name, x in agent.named_parameters()}
 
 
@@ -187,13 +188,13 @@ VARIANTS = {"dual": ("dual", 0, 0.2), "detach": ("detach", 0, 0.2), "shared": ("
 def main() -> None:
     sys.path.append(str(Path(__file__).parents[1]))
     stand_in_for_mpi()
-    from ppg_procgen import Agent
-    from ppo_procgen import Agent as PPOAgent
+    import ppg_procgen
+    import ppo_procgen
 
     results = {}
     for name, (arch, kl_penalty, clip_param) in VARIANTS.items():
-        results[name] = run_ppg(sys.argv[1], arch, shapes_of(Agent(arch)), kl_penalty, clip_param)
-    results["ppo"] = run_ppo(sys.argv[2], shapes_of(PPOAgent()))
+        results[name] = run_ppg(sys.argv[1], arch, shapes_of(ppg_procgen, arch=arch), kl_penalty, clip_param)
+    results["ppo"] = run_ppo(sys.argv[2], shapes_of(ppo_procgen))
     RESULTS.write_text(json.dumps(as_lists(results)) + "\n")
 
 

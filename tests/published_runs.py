@@ -246,8 +246,8 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
     import torch
 
     sys.path.append(str(Path(__file__).parents[1]))
-    from ppg_procgen import Agent
-    from ppo_procgen import Agent as PPOAgent
+    import ppg_procgen
+    import ppo_procgen
 
     stand_in_for_mpi()
     np.bool = bool  # they need an older NumPy
@@ -262,10 +262,10 @@ def main(ppg_folder: str, baselines_folder: str) -> None:
         torch_util.register_distributions_for_tree_util()
         logger.configure(dir=folder, format_strs=["log"])
         for name, args in PPG_RUNS.items():
-            trace = run_ppg(args, shapes_of(Agent(args["arch"])))
+            trace = run_ppg(args, shapes_of(ppg_procgen, arch=args["arch"]))
             traces[name] = as_arrays(trace, args, PPG_COLUMNS)
         [(name, args)] = PPO_RUNS.items()
-        traces[name] = as_arrays(run_ppo(args, shapes_of(PPOAgent())), args, PPO_COLUMNS)
+        traces[name] = as_arrays(run_ppo(args, shapes_of(ppo_procgen)), args, PPO_COLUMNS)
     arrays = {f"{name}/{key}": x for name, trace in traces.items() for key, x in trace.items()}
     np.savez_compressed(RESULTS, **arrays)
 

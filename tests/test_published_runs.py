@@ -33,12 +33,11 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
             for parameter, x in zip(self.parameters(), weights([x.shape for x in self.parameters()]), strict=True):
                 parameter.data.copy_(torch.from_numpy(x))
 
-    def sample_action(logits, generator=None):
-        logprobs = logits.log_softmax(-1)
-        noise = -np.log(-np.log(draws.uniform(size=logits.shape)))
-        chosen = (logprobs + torch.from_numpy(noise)).argmax(-1)
+    def sample(pi, generator=None):
+        noise = -np.log(-np.log(draws.uniform(size=pi.logprobs.shape)))
+        chosen = (pi.logprobs + torch.from_numpy(noise)).argmax(-1)
         actions.append(chosen.numpy())
-        return chosen, logprobs.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+        return chosen
 
     def randperm(size, **_):
         """Indices into our arrays of what the published code takes from its own, in which time comes last."""
@@ -62,7 +61,7 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
     if script is ppo_procgen:
         tensorflow_habits.install(setattr)
     setattr(script, "Agent", FixedAgent)
-    setattr(script, "sample_action", sample_action)
+    setattr(script.Categorical, "sample", sample)
     setattr(script.Logger, "log", log)
     setattr(torch, "randperm", randperm)
     flags = args | {"cuda": False, "env_threads": 0, "run_dir": str(run_dir)}

@@ -40,7 +40,7 @@ class ScriptedGames:
     """Game e of rank r is number r * N + e of the whole run, however many processes play it: what it shows depends on
     its number and the time, its rewards on what it shows and the action."""
 
-    obs_shape, num_actions, rank = (64, 64, 3), 15, 0
+    obs_shape, obs_dtype, num_actions, rank = (64, 64, 3), torch.uint8, 15, 0
 
     def __init__(self, env_id: str, num_envs: int, mode: str, seed: int, **options) -> None:
         self.numbers, self.t = self.rank * num_envs + np.arange(num_envs), 0
@@ -65,12 +65,11 @@ def install_scripted(script, setattr) -> None:
     one process minibatches that are the ranks' together, two an epoch. Sets torch's default dtype."""
     action_calls, permutation_calls = itertools.count(), itertools.count()
 
-    def sample_action(logits, generator=None):
-        call, logprobs = next(action_calls), logits.log_softmax(-1)
-        first = script.RANK * len(logits)
-        uniform = [np.random.default_rng([first + e, call, 1]).random() for e in range(len(logits))]
-        actions = (logprobs.exp().cumsum(-1)[:, :-1] < torch.tensor(uniform).unsqueeze(-1)).sum(-1)
-        return actions, logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+    def sample(pi, generator=None):
+        call, probs = next(action_calls), pi.logprobs.exp()
+        first = script.RANK * len(probs)
+        uniform = [np.random.default_rng([first + e, call, 1]).random() for e in range(len(probs))]
+        return (probs.cumsum(-1)[:, :-1] < torch.tensor(uniform).unsqueeze(-1)).sum(-1)
 
     def randperm(n, **_):
         call = next(permutation_calls)
@@ -85,7 +84,7 @@ def install_scripted(script, setattr) -> None:
     if script.__name__ == "ppo_procgen":  # it would normalize the advantages of each rank's minibatch on their own
         setattr(torch, "std_mean", lambda x, **_: (1.0, 0.0))
     setattr(script, "ProcgenVectorEnv", type("Games", (ScriptedGames,), {"rank": script.RANK}))
-    setattr(script, "sample_action", sample_action)
+    setattr(script.Categorical, "sample", sample)
     setattr(torch, "randperm", randperm)
     # float64 from rewards to weights: in float32 what differs by rounding differs in the third digit ten updates later
     use_float64(script, setattr)
@@ -101,15 +100,15 @@ def use_float64(script, setattr) -> None:
 def install_recording(script, setattr) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """A list that fills with all gradients and all parameters after each update."""
 
-    def update(agent, *rest, **minibatch):
+    def gradient_step(agent, *rest, **minibatch):
         stats = original(agent, *rest, **minibatch)
         params = list(agent.parameters())
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in params]
         record.append(tuple(torch.cat([x.detach().flatten() for x in part]) for part in (grads, params)))
         return stats
 
-    original, record = script.update, []
-    setattr(script, "update", update)
+    original, record = script.gradient_step, []
+    setattr(script, "gradient_step", gradient_step)
     return record
 
 
@@ -148,6 +147,8 @@ def begin(files: list[Path], environment: dict[str, str], name: str, options: di
     sys.orig_argv = ["python", *sys.argv]  # as if it had been started so
     try:
         script.main(script.parse_args())
+    except KeyboardInterrupt:  # as the last lines of the scripts
+        sys.exit(130)
     finally:
         if record is not None:
             torch.save(record, f"{options['record']}{script.RANK}.pt")
