@@ -66,7 +66,7 @@ def require(condition: bool, message: str) -> None:
         sys.exit(2)
 
 
-# ---- 1 Arguments ---------------------------------------------------------------------------------
+# ---- 1 Arguments ----
 Game = Literal[
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
     "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
@@ -78,19 +78,19 @@ NUM_LEVELS = 2**31 - 1  # Procgen draws level seeds from 0 to 2**31 - 2
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
-    seed: int = 1  # random seed; on a CPU, the same seed and number of threads give the same bits
+    seed: int = 1  # random seed; the same seed and number of threads: on a CPU, the same bits
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue it
     eval_interval: int = 0  # iterations between evaluations, on levels above the training's
     cuda: bool = True  # use the GPU if there is one
-    compile: bool = True  # on a GPU: compile the networks with torch.compile
+    compile: bool = True  # on a GPU: torch.compile the networks
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
     chunk_size: int = 0  # observations of a forward pass; 0: 512 on CPUs, 16384 on GPUs
-    track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
-    wandb_entity: str | None = None  # Weights & Biases team
+    track: bool = False  # also log to Weights & Biases (W&B)
+    wandb_project_name: str = "ppg-procgen"  # W&B project
+    wandb_entity: str | None = None  # W&B team
     # environments
     distribution_mode: Literal["easy", "hard"] = "easy"  # Procgen's difficulty
     num_levels: int = 0  # training levels; 0: all
@@ -121,7 +121,6 @@ class Args:
     aux_learning_rate: float = 5e-4  # Adam's learning rate in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi], the behavioral cloning loss
     num_aux_rollouts: int = 4  # full rollouts of each rank in an auxiliary minibatch
-    num_aux_minibatches: int = 0  # minibatches of an auxiliary epoch; 0: all
     single_optimizer: bool = False  # one Adam with --learning-rate for both phases, as in CleanRL
     aux_device: Literal["cuda", "cpu"] = "cuda"  # where B is: on the GPU, if any, or in host memory
     aux_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
@@ -130,7 +129,7 @@ class Args:
         settle(self)  # adds device, num_ranks, batch_size, num_iterations, num_phases and others
 
 
-# ---- 2 Networks ----------------------------------------------------------------------------------
+# ---- 2 Networks ----
 @torch.no_grad()
 def normalized_init(layer: nn.Conv2d | nn.Linear, scale: float) -> nn.Conv2d | nn.Linear:
     """[PPG-1] Rescale the weights of each output unit to an L2 norm of scale. Biases are 0."""
@@ -238,7 +237,7 @@ class Categorical:
         return (self.logprobs.exp() * (self.logprobs - other.logprobs)).sum(-1)
 
 
-# ---- 3 Estimates, losses, gradient step ----------------------------------------------------------
+# ---- 3 Estimates, losses, gradient step ----
 def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float) -> np.ndarray:
     """Advantages (T, N) by generalized advantage estimation (Schulman et al., 2016), in numpy.
     rewards: (T, N). values, firsts: (T + 1, N); firsts[t] is 1 where o_t begins an episode."""
@@ -362,7 +361,7 @@ def gradient_step(agent, args, optimizer, loss_fn: Callable, **minibatch: torch.
     return stats
 
 
-# ---- 4 Training loop -----------------------------------------------------------------------------
+# ---- 4 Training loop ----
 def train(args: Args, state: dict) -> None:
     """Algorithm 1 of the paper. state: a checkpoint, or iteration 0."""
     T = args.num_steps
@@ -410,7 +409,7 @@ def train(args: Args, state: dict) -> None:
     logger = Logger(args, state["rows"]) if RANK == 0 else None
     eval_envs = None
     if args.eval_interval > 0 and RANK == 0:
-        above = args.start_level + args.num_levels  # the first level above those of the training
+        above = args.start_level + args.num_levels  # the first level not in training
         eval_envs = make_envs(args, NUM_LEVELS - args.seed, above, NUM_LEVELS - above)
     next_obs, _ = envs.reset()  # Procgen: the present observations, restored or new
 
@@ -422,7 +421,7 @@ def train(args: Args, state: dict) -> None:
             group["lr"].fill_(lr_fraction * group["initial_lr"])
         row["charts/learning_rate"] = lr_fraction * args.learning_rate
 
-        # ==== Perform rollouts under current policy pi ============================================
+        # ==== Perform rollouts under current policy pi ====
         rollout_start = time.monotonic()
         firsts[0] = firsts[T]
         steps = []
@@ -437,7 +436,7 @@ def train(args: Args, state: dict) -> None:
         all_firsts = np.hstack(all_ranks(firsts))
         row.update(episodes.update(all_rewards, all_firsts))
 
-        # ==== Policy phase ========================================================================
+        # ==== Policy phase ====
         policy_start = time.monotonic()
         row["time/rollout"] = policy_start - rollout_start
         # Compute value function target V_targ for each state s_t
@@ -484,7 +483,7 @@ def train(args: Args, state: dict) -> None:
                 assert x.dtype == batch[name].dtype, f"B stores {name} in {x.dtype}"
                 x[start : start + N] = batch[name].unflatten(0, (T, N)).transpose(0, 1)
 
-        # ==== Auxiliary phase [PPG-5], after every N_pi iterations ================================
+        # ==== Auxiliary phase [PPG-5], after every N_pi iterations ====
         if capacity > 0 and iteration % args.n_iteration == 0:
             aux_start = time.monotonic()
             # Compute and store current policy pi_old (not the one that acted) for all states in B
@@ -499,17 +498,14 @@ def train(args: Args, state: dict) -> None:
             for epoch in range(args.e_auxiliary):
                 # drawn on the CPU, wherever B is; [PPG-6] full rollouts
                 aux_inds = torch.randperm(capacity).to(aux_device, non_blocking=True)
-                aux_inds = aux_inds.view(-1, args.num_aux_rollouts)
-                if args.num_aux_minibatches > 0:
-                    aux_inds = aux_inds[: args.num_aux_minibatches]
                 print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
-                for mb_inds in aux_inds:
+                for mb_inds in aux_inds.view(-1, args.num_aux_rollouts):
                     minibatch = {k: x[mb_inds].flatten(0, 1).to(device) for k, x in data.items()}
                     stats.append(gradient_step(agent, args, aux_optimizer, aux_loss, **minibatch))
             row.update(mean_stats(stats, "losses/aux/"))
             row["time/aux_phase"] = time.monotonic() - aux_start
 
-        # ==== Evaluate, log, save =================================================================
+        # ==== Evaluate, log, save ====
         is_last = iteration == args.num_iterations
         if eval_envs and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
@@ -521,7 +517,7 @@ def train(args: Args, state: dict) -> None:
             save_checkpoint(args, state, shared, rank_state)
 
 
-# ---- 5 Environment, episodes, evaluation ---------------------------------------------------------
+# ---- 5 Environment, episodes, evaluation ----
 class ProcgenVectorEnv:
     """Another environment must offer the same: the last step of an episode gives the observation
     of the next. Procgen's time limits count as terminations, as in all published results."""
@@ -580,8 +576,7 @@ class RewardNormalizer(nn.Module):  # for its state_dict; stays on the CPU
         self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, rewards, all_rewards, all_firsts) -> np.ndarray:
-        """Add all ranks' R_t to the statistics, then normalize this rank's rewards (T, N); clipped
-        to [-10, 10]."""
+        """This rank's rewards (T, N), normalized by all ranks' R_t so far; clipped to [-10, 10]."""
         sums = self.sums.numpy()  # views: in-place changes reach the buffers
         moments = self.moments.numpy()
         for reward, first in zip(all_rewards, all_firsts[:-1], strict=True):
@@ -621,8 +616,8 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
 
 @torch.no_grad()
 def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
-    """The raw return of one episode in each environment, (num_envs,): counting all episodes would
-    favor short ones. Leaves envs as they were."""
+    """The raw return of one episode in each environment, (num_envs,): counting all would favor
+    short ones. Leaves envs as they were."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     start = envs.state_dict()
@@ -639,12 +634,11 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
     return returns
 
 
-# ---- 6 Speed and ranks ---------------------------------------------------------------------------
+# ---- 6 Speed and ranks ----
 def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
     """[PPG-2] Adam with epsilon 1e-8. lr is a tensor, because a CUDA graph would keep a number."""
-    params = list(agent.parameters())
-    lr = torch.tensor(learning_rate, device=params[0].device)
-    group = {"params": params, "initial_lr": learning_rate}
+    lr = torch.tensor(learning_rate, device=agent.policy_head.weight.device)
+    group = {"params": agent.parameters(), "initial_lr": learning_rate}
     return torch.optim.Adam([group], lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
 
 
@@ -659,7 +653,7 @@ def set_up_device(args: Args) -> None:
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
         torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-        torch.set_num_threads(1)  # more would spin on the environments' cores
+        torch.set_num_threads(1)  # others would spin on the environments' cores
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
@@ -672,7 +666,7 @@ def set_up_device(args: Args) -> None:
 def compile_encoders(agent: nn.Module, args: Args) -> None:
     """On a GPU, compile all parts of the agent but its heads, which are linear layers."""
     torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
-    if torch.__version__ < (2, 13):  # worker processes can hang at exit (pytorch #162199)
+    if torch.__version__ < (2, 13):  # else it can hang at exit (pytorch #162199)
         torch._inductor.config.compile_threads = 1
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
@@ -681,8 +675,7 @@ def compile_encoders(agent: nn.Module, args: Args) -> None:
 
 
 class CudaGraph:
-    """function(*fixed, **inputs): 3 calls warm up, the fourth is captured, then it is replayed with
-    inputs of the same shapes and the Python numbers of the capture."""
+    """function(*fixed, **inputs): 3 calls warm up, the fourth is captured, others replay it."""
 
     def __init__(self, function: Callable, fixed: tuple) -> None:
         self.function = functools.partial(function, *fixed)
@@ -712,7 +705,6 @@ class CudaGraph:
 
 
 def average_grads(params: list[nn.Parameter]) -> None:
-    """Average the gradients over all ranks, to the same bits."""
     if NUM_RANKS > 1:
         mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
@@ -730,7 +722,7 @@ def all_ranks(x) -> list:
 
 
 def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
-    """Means over a phase's updates and over the ranks. One that is not finite ends the run."""
+    """Means over updates and ranks. One that is not finite ends the run."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
         mean = torch.stack([stats[name] for stats in updates if name in stats]).mean()
@@ -740,10 +732,8 @@ def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
     return means
 
 
-# ---- 7 Records, checkpoints, command line --------------------------------------------------------
+# ---- 7 Records, checkpoints, command line ----
 class Logger:
-    """A line of output, TensorBoard and Weights & Biases for each iteration."""
-
     def __init__(self, args: Args, rows: list[dict]) -> None:
         self.rows = rows
         last = rows[-1] if rows else {"global_step": 0, "wall_time": 0.0}
@@ -821,13 +811,13 @@ def restore_checkpoint(args: Args, state: dict, shared: dict) -> dict:
 
 
 def settle(args: Args) -> None:
-    """Check the arguments, derive sizes, make the automatic choices."""
+    """Check the arguments, derive others, choose what is automatic."""
     for name in ["num_envs", "num_steps", "num_minibatches", "e_policy", "n_iteration"]:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
-    for name in ["start_level", "num_levels", "chunk_size", "e_value", "num_aux_minibatches"]:
+    for name in ["start_level", "num_levels", "chunk_size", "e_value"]:
         require(getattr(args, name) >= 0, f"{name} cannot be negative")
-    max_seed = NUM_LEVELS // NUM_RANKS - 1
-    require(0 <= args.seed <= max_seed, f"seed must be from 0 to {max_seed}")
+    end = NUM_LEVELS // NUM_RANKS
+    require(0 <= args.seed < end, f"seed must be from 0 to {end - 1}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     require(args.start_level + args.num_levels <= NUM_LEVELS, f"levels end at {NUM_LEVELS}")
     on_gpu = args.cuda and torch.cuda.is_available()
@@ -843,14 +833,12 @@ def settle(args: Args) -> None:
     require(rollouts % args.num_aux_rollouts == 0, f"num_aux_rollouts must divide {rollouts}")
     args.num_phases = args.num_iterations // args.n_iteration if args.e_auxiliary > 0 else 0
     if not args.run_dir:
-        now = time.strftime("%Y%m%d-%H%M%S")
-        args.run_dir = f"runs/{args.env_id}__{args.exp_name}__{args.seed}__{now}"
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}"
+        args.run_dir = time.strftime(f"runs/{name}__%Y%m%d-%H%M%S")
     args.max_chunk = args.chunk_size or (16_384 if on_gpu else 512)
     args.num_env_threads = args.env_threads
     if args.env_threads < 0:
-        num_cores = os.cpu_count()
-        if sys.platform == "linux":
-            num_cores = len(os.sched_getaffinity(0))
+        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         num_cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         args.num_env_threads = 0 if num_cores <= 2 else min(12, num_cores * 3 // 4)
     if args.aux_dtype == "auto":
@@ -864,7 +852,7 @@ MAY_CHANGE = {  # what --resume may change
 
 
 def parse_args() -> Args:
-    """The command line's arguments, or those of the run that --resume continues."""
+    """The command line's arguments, or those of the resumed run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
     run_dir = parser.parse_known_args()[0].resume
@@ -878,14 +866,13 @@ def parse_args() -> Args:
     saved = json.loads(record.read_text())["args"] | {"resume": run_dir, "run_dir": run_dir}
     flags = {x.name: saved[x.name] for x in fields(Args) if x.name in saved}
     args = tyro.cli(Args, default=Args(**flags))
-    changed = {name for name in [*flags, "num_ranks"] if getattr(args, name) != saved[name]}
-    refused = ", ".join(sorted(changed - MAY_CHANGE))
-    require(not refused, f"these flags of the run cannot change: {refused}")
+    changed = {x for x in [*flags, "num_ranks"] if getattr(args, x) != saved[x]} - MAY_CHANGE
+    require(not changed, f"these flags of the run cannot change: {', '.join(sorted(changed))}")
     return args
 
 
 def open_run(args: Args) -> TextIO:
-    """Make or reopen the run folder. Returns a file that keeps it locked while open."""
+    """Make or reopen the run folder. Returns a file that locks it while open."""
     folder = Path(args.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "a")
@@ -897,8 +884,7 @@ def open_run(args: Args) -> TextIO:
         sys.exit(f"{folder}: {error}: try another --run-dir or the mount option flock")
     if args.resume is None:
         leftovers = {"lock", Path(__file__).name, "args.json.tmp"}  # of a start that was killed
-        files = {path.name for path in folder.iterdir()}
-        require(files <= leftovers, f"{folder} is not empty")
+        require({x.name for x in folder.iterdir()} <= leftovers, f"{folder} is not empty")
         shutil.copy(__file__, folder)
         git = "git -c 'safe.directory=*' describe --always --dirty --abbrev=40 '--exclude=*'"
         where = Path(__file__).resolve().parent
@@ -913,7 +899,6 @@ def open_run(args: Args) -> TextIO:
 
 
 def main(args: Args) -> None:
-    """Train, from the checkpoint if there is one."""
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     with open_run(args) if RANK == 0 else contextlib.nullcontext():

@@ -12,9 +12,9 @@
 
     python ppo_procgen.py --env-id starpilot
 
-Sections 2 to 4 are the algorithm; all is as in ppg_procgen.py where the two agree. M: samples of a
+Sections 2 to 4 are the algorithm, as in ppg_procgen.py where the two agree. M: samples of a
 minibatch, A: actions. Departures from openai/train-procgen: torch's Adam and pooling; TF32 where
-the hardware has it (off: --no-tf32); with several ranks, one normalization of rewards.
+possible (off: --no-tf32); with several ranks, one normalization of rewards.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def require(condition: bool, message: str) -> None:
         sys.exit(2)
 
 
-# ---- 1 Arguments ---------------------------------------------------------------------------------
+# ---- 1 Arguments ----
 Game = Literal[
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
     "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
@@ -68,20 +68,20 @@ NUM_LEVELS = 2**31 - 1  # Procgen draws level seeds from 0 to 2**31 - 2
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
-    seed: int = 1  # random seed; on a CPU, the same seed and number of threads give the same bits
+    seed: int = 1  # random seed; the same seed and number of threads: on a CPU, the same bits
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue it
     checkpoint_interval: int = 4  # iterations between checkpoints
     eval_interval: int = 0  # iterations between evaluations, on levels above the training's
     cuda: bool = True  # use the GPU if there is one
-    compile: bool = True  # on a GPU: compile the networks with torch.compile
+    compile: bool = True  # on a GPU: torch.compile the networks
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
     chunk_size: int = 0  # observations of a forward pass; 0: 512 on CPUs, 16384 on GPUs
-    track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "ppg-procgen"  # Weights & Biases project
-    wandb_entity: str | None = None  # Weights & Biases team
+    track: bool = False  # also log to Weights & Biases (W&B)
+    wandb_project_name: str = "ppg-procgen"  # W&B project
+    wandb_entity: str | None = None  # W&B team
     # environments
     distribution_mode: Literal["easy", "hard"] = "easy"  # Procgen's difficulty
     num_levels: int = 0  # training levels; 0: all
@@ -104,10 +104,10 @@ class Args:
     max_grad_norm: float = 0.5  # clip the norm of the gradient; 0: no clipping
 
     def __post_init__(self) -> None:
-        settle(self)  # adds device, num_ranks, batch_size, num_iterations and others
+        settle(self)  # adds device, batch_size, num_iterations and others
 
 
-# ---- 2 Networks ----------------------------------------------------------------------------------
+# ---- 2 Networks ----
 class ResidualBlock(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class Categorical:
         return -(self.logprobs.exp() * self.logprobs).sum(-1)
 
 
-# ---- 3 Estimates, losses, gradient step ----------------------------------------------------------
+# ---- 3 Estimates, losses, gradient step ----
 def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float) -> np.ndarray:
     """Advantages (T, N) by generalized advantage estimation (Schulman et al., 2016), in numpy.
     rewards: (T, N). values, firsts: (T + 1, N); firsts[t] is 1 where o_t begins an episode."""
@@ -285,7 +285,7 @@ def gradient_step(agent, args, optimizer, loss_fn: Callable, **minibatch: torch.
     return stats
 
 
-# ---- 4 Training loop -----------------------------------------------------------------------------
+# ---- 4 Training loop ----
 def train(args: Args, state: dict) -> None:
     """Proximal Policy Optimization. state: a checkpoint, or iteration 0."""
     T = args.num_steps
@@ -325,7 +325,7 @@ def train(args: Args, state: dict) -> None:
     logger = Logger(args, state["rows"]) if RANK == 0 else None
     eval_envs = None
     if args.eval_interval > 0 and RANK == 0:
-        above = args.start_level + args.num_levels  # the first level above those of the training
+        above = args.start_level + args.num_levels  # the first level not in training
         eval_envs = make_envs(args, NUM_LEVELS - args.seed, above, NUM_LEVELS - above)
     next_obs, _ = envs.reset()  # Procgen: the present observations, restored or new
 
@@ -335,7 +335,7 @@ def train(args: Args, state: dict) -> None:
         optimizer.param_groups[0]["lr"].fill_(lr_fraction * args.learning_rate)
         row["charts/learning_rate"] = lr_fraction * args.learning_rate
 
-        # ==== Perform rollouts under current policy pi ============================================
+        # ==== Perform rollouts under current policy pi ====
         rollout_start = time.monotonic()
         firsts[0] = firsts[T]
         steps = []
@@ -350,7 +350,7 @@ def train(args: Args, state: dict) -> None:
         all_firsts = np.hstack(all_ranks(firsts))
         row.update(episodes.update(all_rewards, all_firsts))
 
-        # ==== Optimization ========================================================================
+        # ==== Optimization ====
         policy_start = time.monotonic()
         row["time/rollout"] = policy_start - rollout_start
         # Compute value function target V_targ for each state s_t
@@ -373,7 +373,7 @@ def train(args: Args, state: dict) -> None:
             "old_values": rollout["values"].flatten(),
         }
 
-        # Optimize L_clip + c S[pi] and the value loss for update_epochs epochs
+        # Optimize L_clip + c S[pi] and the value loss
         stats = []
         for _ in range(args.update_epochs):
             b_inds = torch.randperm(args.batch_size, device=device)
@@ -386,7 +386,7 @@ def train(args: Args, state: dict) -> None:
         row.update(mean_stats(stats, "losses/"))
         row["time/policy_phase"] = time.monotonic() - policy_start
 
-        # ==== Evaluate, log, save =================================================================
+        # ==== Evaluate, log, save ====
         is_last = iteration == args.num_iterations
         if eval_envs and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
@@ -398,7 +398,7 @@ def train(args: Args, state: dict) -> None:
             save_checkpoint(args, state, shared, rank_state)
 
 
-# ---- 5 Environment, episodes, evaluation ---------------------------------------------------------
+# ---- 5 Environment, episodes, evaluation ----
 class ProcgenVectorEnv:
     """Another environment must offer the same: the last step of an episode gives the observation
     of the next. Procgen's time limits count as terminations, as in all published results."""
@@ -500,8 +500,8 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
 
 @torch.no_grad()
 def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
-    """The raw return of one episode in each environment, (num_envs,): counting all episodes would
-    favor short ones. Leaves envs as they were."""
+    """The raw return of one episode in each environment, (num_envs,): counting all would favor
+    short ones. Leaves envs as they were."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     start = envs.state_dict()
@@ -518,12 +518,12 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
     return returns
 
 
-# ---- 6 Speed and ranks ---------------------------------------------------------------------------
+# ---- 6 Speed and ranks ----
 def set_up_device(args: Args) -> None:
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
         torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-        torch.set_num_threads(1)  # more would spin on the environments' cores
+        torch.set_num_threads(1)  # others would spin on the environments' cores
         torch.backends.cudnn.benchmark = True
         torch.backends.cudnn.allow_tf32 = args.tf32
         torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
@@ -536,7 +536,7 @@ def set_up_device(args: Args) -> None:
 def compile_encoders(agent: nn.Module, args: Args) -> None:
     """On a GPU, compile all parts of the agent but its heads, which are linear layers."""
     torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
-    if torch.__version__ < (2, 13):  # worker processes can hang at exit (pytorch #162199)
+    if torch.__version__ < (2, 13):  # else it can hang at exit (pytorch #162199)
         torch._inductor.config.compile_threads = 1
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
@@ -545,8 +545,7 @@ def compile_encoders(agent: nn.Module, args: Args) -> None:
 
 
 class CudaGraph:
-    """function(*fixed, **inputs): 3 calls warm up, the fourth is captured, then it is replayed with
-    inputs of the same shapes and the Python numbers of the capture."""
+    """function(*fixed, **inputs): 3 calls warm up, the fourth is captured, others replay it."""
 
     def __init__(self, function: Callable, fixed: tuple) -> None:
         self.function = functools.partial(function, *fixed)
@@ -576,7 +575,6 @@ class CudaGraph:
 
 
 def average_grads(params: list[nn.Parameter]) -> None:
-    """Average the gradients over all ranks, to the same bits."""
     if NUM_RANKS > 1:
         mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
@@ -594,7 +592,7 @@ def all_ranks(x) -> list:
 
 
 def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
-    """Means over a phase's updates and over the ranks. One that is not finite ends the run."""
+    """Means over updates and ranks. One that is not finite ends the run."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
         mean = torch.stack([stats[name] for stats in updates if name in stats]).mean()
@@ -604,10 +602,8 @@ def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
     return means
 
 
-# ---- 7 Records, checkpoints, command line --------------------------------------------------------
+# ---- 7 Records, checkpoints, command line ----
 class Logger:
-    """A line of output, TensorBoard and Weights & Biases for each iteration."""
-
     def __init__(self, args: Args, rows: list[dict]) -> None:
         self.rows = rows
         last = rows[-1] if rows else {"global_step": 0, "wall_time": 0.0}
@@ -685,7 +681,7 @@ def restore_checkpoint(args: Args, state: dict, shared: dict) -> dict:
 
 
 def settle(args: Args) -> None:
-    """Check the arguments, derive sizes, make the automatic choices."""
+    """Check the arguments, derive others, choose what is automatic."""
     for name in [
         "num_envs",
         "num_steps",
@@ -696,8 +692,8 @@ def settle(args: Args) -> None:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
     for name in ["start_level", "num_levels", "chunk_size"]:
         require(getattr(args, name) >= 0, f"{name} cannot be negative")
-    max_seed = NUM_LEVELS // NUM_RANKS - 1
-    require(0 <= args.seed <= max_seed, f"seed must be from 0 to {max_seed}")
+    end = NUM_LEVELS // NUM_RANKS
+    require(0 <= args.seed < end, f"seed must be from 0 to {end - 1}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     require(args.start_level + args.num_levels <= NUM_LEVELS, f"levels end at {NUM_LEVELS}")
     on_gpu = args.cuda and torch.cuda.is_available()
@@ -710,14 +706,12 @@ def settle(args: Args) -> None:
     remainder = args.batch_size % args.num_minibatches
     require(remainder == 0, f"num_minibatches must divide {args.batch_size} samples")
     if not args.run_dir:
-        now = time.strftime("%Y%m%d-%H%M%S")
-        args.run_dir = f"runs/{args.env_id}__{args.exp_name}__{args.seed}__{now}"
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}"
+        args.run_dir = time.strftime(f"runs/{name}__%Y%m%d-%H%M%S")
     args.max_chunk = args.chunk_size or (16_384 if on_gpu else 512)
     args.num_env_threads = args.env_threads
     if args.env_threads < 0:
-        num_cores = os.cpu_count()
-        if sys.platform == "linux":
-            num_cores = len(os.sched_getaffinity(0))
+        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         num_cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         args.num_env_threads = 0 if num_cores <= 2 else min(12, num_cores * 3 // 4)
 
@@ -729,7 +723,7 @@ MAY_CHANGE = {  # what --resume may change
 
 
 def parse_args() -> Args:
-    """The command line's arguments, or those of the run that --resume continues."""
+    """The command line's arguments, or those of the resumed run."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume")
     run_dir = parser.parse_known_args()[0].resume
@@ -743,14 +737,13 @@ def parse_args() -> Args:
     saved = json.loads(record.read_text())["args"] | {"resume": run_dir, "run_dir": run_dir}
     flags = {x.name: saved[x.name] for x in fields(Args) if x.name in saved}
     args = tyro.cli(Args, default=Args(**flags))
-    changed = {name for name in [*flags, "num_ranks"] if getattr(args, name) != saved[name]}
-    refused = ", ".join(sorted(changed - MAY_CHANGE))
-    require(not refused, f"these flags of the run cannot change: {refused}")
+    changed = {x for x in [*flags, "num_ranks"] if getattr(args, x) != saved[x]} - MAY_CHANGE
+    require(not changed, f"these flags of the run cannot change: {', '.join(sorted(changed))}")
     return args
 
 
 def open_run(args: Args) -> TextIO:
-    """Make or reopen the run folder. Returns a file that keeps it locked while open."""
+    """Make or reopen the run folder. Returns a file that locks it while open."""
     folder = Path(args.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     lock = open(folder / "lock", "a")
@@ -762,8 +755,7 @@ def open_run(args: Args) -> TextIO:
         sys.exit(f"{folder}: {error}: try another --run-dir or the mount option flock")
     if args.resume is None:
         leftovers = {"lock", Path(__file__).name, "args.json.tmp"}  # of a start that was killed
-        files = {path.name for path in folder.iterdir()}
-        require(files <= leftovers, f"{folder} is not empty")
+        require({x.name for x in folder.iterdir()} <= leftovers, f"{folder} is not empty")
         shutil.copy(__file__, folder)
         git = "git -c 'safe.directory=*' describe --always --dirty --abbrev=40 '--exclude=*'"
         where = Path(__file__).resolve().parent
@@ -778,7 +770,6 @@ def open_run(args: Args) -> TextIO:
 
 
 def main(args: Args) -> None:
-    """Train, from the checkpoint if there is one."""
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     with open_run(args) if RANK == 0 else contextlib.nullcontext():

@@ -67,7 +67,7 @@ PUBLISHED = {  # both papers' easy setting
 PUBLISHED_PPG = {
     "e_policy": 1, "e_value": 1, "kl_coef": 0, "clip_vloss": False, "max_grad_norm": 0, "arch": "dual",
     "n_iteration": 32, "e_auxiliary": 6, "aux_learning_rate": 5e-4, "beta_clone": 1, "num_aux_rollouts": 4,
-    "num_aux_minibatches": 0, "single_optimizer": False,
+    "single_optimizer": False,
 }  # fmt: skip
 PUBLISHED_PPO = {"update_epochs": 3, "clip_vloss": True, "max_grad_norm": 0.5}
 
@@ -83,7 +83,7 @@ FLAGS = {
     "gae_lambda": 0.5, "reward_gamma": 0.5, "num_minibatches": 4, "chunk_size": 7, "e_policy": 2, "e_value": 2,
     "clip_coef": 1e-4, "kl_coef": 1.0, "ent_coef": 0.1, "vf_coef": 1.0, "clip_vloss": True, "max_grad_norm": 0.01,
     "arch": "detach", "n_iteration": 1, "e_auxiliary": 2, "aux_learning_rate": 1e-3, "beta_clone": 0.0,
-    "num_aux_rollouts": 4, "num_aux_minibatches": 2, "single_optimizer": True,
+    "num_aux_rollouts": 4, "single_optimizer": True,
     "aux_dtype": "bfloat16",
 }  # fmt: skip
 PPO_FLAGS = {name: FLAGS[name] for name in FLAGS if name in {field.name for field in fields(ppo_procgen.Args)}}
