@@ -78,7 +78,7 @@ NUM_LEVELS = 2**31 - 1  # Procgen draws level seeds from 0 to 2**31 - 2
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
-    seed: int = 1  # random seed; the same seed and number of threads: on a CPU, the same bits
+    seed: int = 1  # random seed; on a CPU, seed and number of threads fix all bits
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run, to continue it
@@ -88,11 +88,11 @@ class Args:
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
     chunk_size: int = 0  # observations of a forward pass; 0: 512 on CPUs, 16384 on GPUs
-    track: bool = False  # also log to Weights & Biases (W&B)
+    track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
     wandb_entity: str | None = None  # W&B team
     # environments
-    distribution_mode: Literal["easy", "hard"] = "easy"  # Procgen's difficulty
+    distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0: all
     start_level: int = 0  # first training level, with --num-levels
     num_envs: int = 64  # N: parallel environments of each rank
