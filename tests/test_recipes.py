@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import signal
+import subprocess
 import sys
 
 import gymnasium
@@ -10,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 import worker
-from conftest import CHEAP_PPG, ROOT, TINY_PPG, interrupt, make_args, parse, read_rows, resume, same
+from conftest import CHEAP_PPG, ROOT, TINY_PPG, interrupt, make_args, parse, read_rows, resume, same, wait_for
 from conftest import train as train_script
+from gymnasium.spaces import Box, Discrete
+
+ENV = "Use another environment"  # what recipes for gymnasium build on
 
 
 def section(title):
@@ -58,16 +62,17 @@ def record_gae(module):
 class Blink(gymnasium.Env):
     """A reward of 1 a step, cut by a time limit after 5."""
 
-    action_space = gymnasium.spaces.Discrete(3)
-
-    observation_space = gymnasium.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    action_space = Discrete(3)
+    observation_space = Box(0, 255, (64, 64, 3), np.uint8)
     image = np.full((64, 64, 3), 7, np.uint8)
+    seeds = []
 
     def reset(self, seed=None, options=None):
-        return self.image, {}
+        self.seeds += [seed] if seed is not None else []
+        return self.image.copy(), {}
 
     def step(self, action):
-        return self.image, 1.0, False, False, {}
+        return self.image.copy(), 1.0, False, False, {}
 
 
 gymnasium.register("Blink-v0", Blink, max_episode_steps=5)
@@ -88,36 +93,82 @@ def test_change_the_policy_loss(tmp_path):
 
 
 def test_another_environment_and_its_time_limits_and_resuming(tmp_path, monkeypatch):
-    module = recipe(tmp_path, "Use another environment", "Bootstrap at time limits")
-    worker.install_kill(module, monkeypatch.setattr, "compute_gae", 3, signal.SIGINT)
-    with pytest.raises(SystemExit, match="130"):
-        train(module, tmp_path, env_id="Blink-v0", eval_interval=4, checkpoint_interval=1)
+    module = recipe(tmp_path, ENV, "Bootstrap at time limits")
+    monkeypatch.setattr(Blink, "seeds", [])
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        worker.install_kill(module, patch.setattr, "compute_gae", 4, signal.SIGINT)
+        train(module, tmp_path, env_id="Blink-v0", eval_interval=2)
     seen = record_gae(module)
     rows = read_rows(resume(module, tmp_path / "run"))
-    assert [float(rows[k]["charts/episodic_return"]) for k in (0, 1, 3)] == [5.0] * 3  # rows[2]: new episodes begin
+    assert [float(row["charts/episodic_return"]) for row in rows] == [5.0] * 4  # no episode is counted in part
     assert float(rows[-1]["eval/test_return"]) == 5.0
-    rewards, values, dones, *_ = seen[-1]
-    ended = dones[1:] == 1
+    rewards, values, firsts, *_ = seen[-1]
+    ended = firsts[1:] == 1
     # all observations are the same: where the limit cuts, the value of one more of them is added
     np.testing.assert_allclose(rewards[ended], rewards[~ended].mean() + 0.999 * values[:-1][ended], atol=1e-3)
+    # each evaluation plays the same episodes; seeds of training are disjoint: resumed, of the next seed or rank
+    training, evaluation, resumed, evaluation2 = np.reshape(Blink.seeds, (4, 4)).tolist()
+    assert evaluation == evaluation2
+    module.main(make_args(module, tmp_path / "seed2", env_id="Blink-v0", seed=2))
+    monkeypatch.setattr(module, "RANK", 1)
+    monkeypatch.setattr(sys, "stdout", sys.stdout)  # a rank above 0 replaces it
+    module.main(make_args(module, tmp_path / "rank1", env_id="Blink-v0"))
+    assert len({*training, *evaluation, *resumed, *Blink.seeds[16:]}) == 5 * 4
 
 
-@pytest.mark.parametrize("title, package", [("Play Atari", "ale_py"), ("Play MiniGrid", "minigrid")])
-def test_real_environments(tmp_path, title, package):
-    """With the recipe's command, for one iteration. Only where they are installed."""
-    apply("Use another environment", title)
-    pytest.importorskip(package)
-    module = recipe(tmp_path, "Use another environment", title, small=False)
-    (command,) = re.findall(r"```bash\npython my_ppg.py (.*?)```", section(title), re.S)
-    short = ["--total-timesteps", 128, "--num-steps", 8, "--n-iteration", 1, "--no-cuda"]
-    args = parse(module, *command.replace("\\\n", "").split(), *short, "--run-dir", tmp_path / "run")
-    (row,) = read_rows(train_script(module, args, small=False))
+@pytest.mark.parametrize("space", [Box(0, 1, (64, 64, 3)), Box(0, 255, (3, 64, 64), np.uint8), Discrete(3, start=1)])
+def test_an_environment_that_does_not_fit(tmp_path, monkeypatch, capsys, space):
+    module = recipe(tmp_path, ENV)
+    monkeypatch.setattr(Blink, "action_space" if isinstance(space, Discrete) else "observation_space", space)
+    with pytest.raises(SystemExit, match="2"):
+        train(module, tmp_path, env_id="Blink-v0")
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+REAL = {"ale_py": [ENV, "Play Atari"], "minigrid": [ENV, "Play MiniGrid"], "CartPole": [ENV, "Read vectors"]}
+REAL["Pendulum"] = [*REAL["CartPole"], "Take continuous actions"]
+REAL["envpool"] = ["Use Procgen without its wheels"]
+LEARNED = [
+    pytest.param(*x, marks=pytest.mark.learning) for x in (("minigrid", 0.9), ("CartPole", 200), ("Pendulum", -250))
+]
+
+
+def command(name, *flags):
+    """The flags of the recipe's command, and others. In lower case: a package that need not be there."""
+    apply(*REAL[name])
+    if name.islower():
+        pytest.importorskip(name)
+    text = section(REAL[name][-1]).split("```bash\npython my_ppg.py ")[1].split("```")[0]
+    return [*text.replace("\\\n", "").split(), *flags, "--no-cuda"]
+
+
+@pytest.mark.parametrize("name, goal", [*((name, None) for name in REAL), *LEARNED])
+def test_real_environments(tmp_path, name, goal):
+    short = ["--total-timesteps=128", "--num-steps=8", "--n-iteration=1"] if goal is None else []
+    flags = command(name, *short, f"--run-dir={tmp_path / 'run'}")
+    module = recipe(tmp_path, *REAL[name], small=False)
+    row = read_rows(train_script(module, parse(module, *flags), small=False))[-1]
     assert float(row["losses/aux/kl_loss"]) > 0
+    assert goal is None or float(row["charts/mean_return_100"]) > goal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_real_environments_with_two_ranks_and_resuming(tmp_path, name):
+    flags = command(name, "--total-timesteps=2048", "--num-steps=16", "--n-iteration=1", "--run-dir=run")
+    (tmp_path / "my_ppg.py").write_text(apply(*REAL[name]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "my_ppg.py"]
+    with subprocess.Popen([*torchrun, *flags], cwd=tmp_path) as process:
+        wait_for((tmp_path / "run" / "checkpoint.pt").exists)
+        process.terminate()
+    subprocess.run([*torchrun, "--resume=run"], cwd=tmp_path, check=True)
+    rows = read_rows(tmp_path / "run")
+    assert len(rows) == int(rows[-1]["iteration"]) and rows[-1]["global_step"] == "2048"
 
 
 def test_stack_frames(tmp_path):
     module = recipe(tmp_path, "Stack frames")
-    envs = module.FrameStack(module.ProcgenVectorEnv("chaser", 1, seed=1))
+    envs = module.FrameStack("chaser", 1, seed=1)
     plain = module.ProcgenVectorEnv("chaser", 1, seed=1)
     images, done = [plain.reset()[0]] * 4, False
     while not done:
@@ -130,7 +181,7 @@ def test_stack_frames(tmp_path):
 
 def test_stacked_frames_resume_exactly(tmp_path):
     module = recipe(tmp_path, "Stack frames", small=False)
-    whole, part = (make_args(module, tmp_path / x, **CHEAP_PPG | {"checkpoint_interval": 1}) for x in "ab")
+    whole, part = (make_args(module, tmp_path / x, **CHEAP_PPG) for x in "ab")
     train_script(module, whole, small=False)
     interrupt(module, part, 2 * 8 + 5, small=False)
     assert same(resume(module, part.run_dir, small=False), tmp_path / "a")
