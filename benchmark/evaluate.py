@@ -140,8 +140,7 @@ def record_video(script: ModuleType, agent, config, seed: int, levels: list, pat
 
     def draw(obs):
         if hasattr(envs, "games"):  # Procgen's own images, with 512 x 512 pixels
-            is_new = sys.version_info >= (3, 13)
-            images = envs.games.render() if is_new else [info["rgb"] for info in envs.games.get_info()]
+            images = envs.games.render() if sys.version_info >= (3, 13) else [x["rgb"] for x in envs.games.get_info()]
         else:
             num_channels = 3 if obs.shape[3] % 3 == 0 else 1  # of stacked images, the last
             images = np.broadcast_to(obs[..., -num_channels:], (*obs.shape[:3], 3)).repeat(8, 1).repeat(8, 2)
@@ -149,8 +148,8 @@ def record_video(script: ModuleType, agent, config, seed: int, levels: list, pat
 
     envs = start_envs(script, config, levels, seed)
     size = draw(envs.reset()[0]).shape[1::-1]
-    absolute = str(path.resolve())  # in 12:30/x.mp4, 12 would be a protocol
-    video = imageio_ffmpeg.write_frames(absolute, size, fps=15, ffmpeg_timeout=0)
+    file = str(path.resolve())  # absolute: in 12:30/x.mp4, 12 would be a protocol
+    video = imageio_ffmpeg.write_frames(file, size, fps=15, ffmpeg_timeout=0)
     video.send(None)  # starts ffmpeg
     play(script, agent, envs, seed, lambda obs: video.send(draw(obs)))
     video.close()
@@ -184,8 +183,8 @@ def main(args: Args) -> None:
         run["arch"] = "dual" if "value_encoder.dense.weight" in weights else "shared"  # or detach: the same policy
     script = load_script(scripts[0])
     if args.greedy:
-        names = inspect.unwrap(script.evaluate).__code__.co_names
-        require("Categorical" in names, "--greedy: the script's evaluate() samples from no Categorical")
+        is_discrete = "Categorical" in inspect.unwrap(script.evaluate).__code__.co_names
+        require(is_discrete, "--greedy: the script's evaluate() samples from no Categorical")
         script.Categorical.sample = lambda pi, generator=None: pi.logprobs.argmax(-1)
     flags = run | {"cuda": args.cuda, "env_threads": 0, "start_level": 0}
     config = script.Args(**{x.name: flags[x.name] for x in fields(script.Args) if x.name in flags})
