@@ -4,17 +4,21 @@
     python benchmark/evaluate.py runs/RUN --levels 0:50 --episodes 50 --video      # each of the levels 0 to 49 once
     python benchmark/evaluate.py agent.pt --env-id starpilot --modes easy hard     # weights on their own
 
-The seed draws levels without repetition. A set with fewer levels than --episodes is played again from its beginning.
+This runs the code of the script in the run folder, and plays as its evaluate() does. Weights on their own are played by
+the repository's scripts. The seed draws levels without repetition; too few levels for --episodes are played again.
 """
 
+import inspect
 import json
 import math
+import pickle
 import random
 import re
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Literal
 
 import numpy as np
@@ -24,18 +28,17 @@ import tyro
 from scipy import stats
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs from any folder, with nothing installed
-import ppg_procgen  # noqa: E402
-import ppo_procgen  # noqa: E402
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # it runs from any folder, with nothing installed
 from benchmark.ranges import RANGES  # noqa: E402
-from ppg_procgen import NUM_LEVELS, Game, ProcgenVectorEnv  # noqa: E402
+from ppg_procgen import NUM_LEVELS, Game  # noqa: E402
 
 BATCH_SIZE = 64  # environments at a time; no flag, because the random numbers of an episode depend on it
 
 
 @dataclass
 class Args:
-    path: tyro.conf.Positional[Path]  # run folder, agent.pt or checkpoint.pt, of ppg_procgen.py or ppo_procgen.py
+    path: tyro.conf.Positional[Path]  # run folder, agent.pt or checkpoint.pt, of either script or a changed copy
     # sets of levels: train (those of the training), test (all above them), all, A:B (from A to B - 1); default: train
     # test, or all if the run was trained on all levels
     levels: tuple[str, ...] = ()
@@ -55,98 +58,100 @@ def require(condition: bool, message: str) -> None:
         sys.exit(2)
 
 
-def load_agent(path: Path) -> torch.nn.Module:
-    """The agent of an agent.pt, or of a checkpoint.pt, which holds the same weights under "agent"."""
-    weights = torch.load(path, map_location="cpu", weights_only=True)
-    weights = weights.get("agent", weights)
-    if "encoder.dense.weight" in weights:
-        agent = ppo_procgen.Agent()
-    else:  # shared and detach have the same weights and the same policy
-        agent = ppg_procgen.Agent("dual" if "value_encoder.dense.weight" in weights else "shared")
-    agent.load_state_dict(weights)
-    return agent
+def load_script(path: Path) -> ModuleType:
+    """Run a script, as a module of its own, which can be changed freely."""
+    script = ModuleType("evaluated_script")
+    script.__file__ = str(path)
+    sys.modules[script.__name__] = script  # dataclasses look there
+    exec(compile(path.read_text(), path, "exec"), vars(script))
+    hint = "it is of an older version; with agent.pt and args.json alone in a folder, the repository's network plays"
+    require("args" in inspect.signature(script.Agent).parameters, f"{path} has no Agent(args, envs): {hint}")
+    return script
 
 
 def level_range(name: str, run: dict) -> range:
     """The levels of a set. run: the arguments of the training."""
-    start_level = run.get("start_level", 0)
-    end_level = start_level + run.get("num_levels", 0) or NUM_LEVELS  # num_levels 0: trained on all levels
-    sets = {"train": range(start_level, end_level), "test": range(end_level, NUM_LEVELS), "all": range(NUM_LEVELS)}
+    train = range(NUM_LEVELS)
+    if run.get("num_levels"):  # without it, procgen ignores start_level, which older versions accepted
+        train = range(run["start_level"], run["start_level"] + run["num_levels"])
+    sets = {"train": train, "test": range(train.stop, NUM_LEVELS), "all": range(NUM_LEVELS)}
     if bounds := re.fullmatch(r"(\d+):(\d+)", name):
         sets[name] = range(int(bounds[1]), int(bounds[2]))
     levels = sets.get(name, range(0))
-    hint = f"use train, test (if there are unseen levels), all, or A:B with A < B <= {NUM_LEVELS}"
-    require(levels.start < levels.stop <= NUM_LEVELS, f"--levels {name}: no such levels; {hint}")
+    hint = f"train, test (if there are unseen levels), all, or A:B with A < B <= {NUM_LEVELS}"
+    require(levels.start < levels.stop <= NUM_LEVELS, f"--levels {name}: no such levels; use {hint}")
     return levels
 
 
-def level_states(game: str, mode: str, levels: list[int]) -> dict:
-    """States of environments at the beginnings of these levels: procgen takes no list of levels, but an environment can
-    continue from the state of another. Each level costs about 10 ms, and 50 kB that procgen never frees."""
-    states = []
-    for level in levels:
-        envs = ProcgenVectorEnv(game, 1, mode, num_threads=0, num_levels=1, start_level=level)
-        states += envs.state_dict()["games"]
-    return {"games": states}
+def merge(states: list):
+    """The state of several environments from the states of single ones."""
+    if isinstance(states[0], dict):
+        return {name: merge([state[name] for state in states]) for name in states[0]}
+    return torch.cat(states) if isinstance(states[0], torch.Tensor) else sum(states, [])
 
 
-@torch.no_grad()
-def play(agent, envs, seed: int, greedy: bool, on_step=lambda: None) -> tuple:
-    """Raw returns and lengths, (num_envs,) each, of one episode in each environment, as evaluate() of the scripts plays
-    them. Calls on_step() after each step."""
-    device = next(agent.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    returns = np.zeros(envs.num_envs)
-    lengths = np.zeros(envs.num_envs, int)
-    playing = np.ones(envs.num_envs, bool)
-    obs, _ = envs.reset()
-    while playing.any():
-        logits = agent(torch.from_numpy(obs).to(device), value=False).logits
-        actions = logits.argmax(-1) if greedy else ppg_procgen.sample_action(logits, generator)[0]
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
-        returns += rewards * playing
-        lengths += playing
-        playing &= ~(terminated | truncated)
-        on_step()
-    return returns, lengths
+def start_envs(script: ModuleType, config, levels: list, seed: int):
+    """Environments that begin these levels (None: drawn by the seed). They continue from the states of others, each
+    made for one level, which costs about 10 ms, and 50 kB that procgen never frees."""
+    config.num_envs = 1
+    states = [script.make_envs(config, 0, level, 1).state_dict() for level in levels if level is not None]
+    config.num_envs = len(levels)
+    envs = script.make_envs(config, seed, 0, 0)
+    if states:
+        envs.load_state_dict(merge(states))
+    return envs
 
 
-def play_set(agent, args: Args, mode: str, levels: range, title: str) -> pd.DataFrame:
-    """A row for each of args.episodes episodes. Batches have one size, so the last may play some episodes too many."""
+def play(script: ModuleType, agent, envs, seed: int, on_step=lambda obs: None) -> tuple:
+    """Raw returns and lengths (N,) of one episode in each environment. on_step is called after each step."""
+    step = envs.step
+    ends = []
+
+    def watched_step(actions):
+        result = step(actions)
+        ends.append(result[2] | result[3])
+        on_step(result[0])
+        return result
+
+    envs.step = watched_step
+    returns = script.evaluate(agent, envs, seed)
+    del envs.step  # a cycle of references, in which Python would free Procgen's memory in a wrong order
+    return returns, 1 + np.argmax(ends, axis=0)  # the first end of each
+
+
+def play_set(script: ModuleType, agent, config, args: Args, levels: range, title: str) -> pd.DataFrame:
+    """A row for each of args.episodes episodes."""
     rng = random.Random(args.seed)  # a new one for each set, so that its numbers do not depend on the other sets
-    num_batches = math.ceil(args.episodes / BATCH_SIZE)
-    batch_size = math.ceil(args.episodes / num_batches)
-    chosen = rng.sample(levels, min(args.episodes, len(levels)))
-    plan = np.resize(chosen, (num_batches, batch_size)).tolist()  # too few levels are repeated
-    envs = ProcgenVectorEnv(args.env_id, batch_size, mode, num_threads=0)
+    chosen = rng.sample(levels, min(args.episodes, len(levels))) or [None]
+    plan = np.resize(chosen, args.episodes)  # too few levels are repeated
     batches = []
-    for batch in tqdm(plan, title):
-        envs.load_state_dict(level_states(args.env_id, mode, batch))
-        returns, lengths = play(agent, envs, rng.getrandbits(31), args.greedy)
+    for batch in tqdm(np.array_split(plan, math.ceil(args.episodes / BATCH_SIZE)), title):
+        seed = rng.getrandbits(31)
+        envs = start_envs(script, config, batch.tolist(), seed)
+        returns, lengths = play(script, agent, envs, seed)
         batches.append(pd.DataFrame({"level": batch, "return": returns, "length": lengths}))
-    return pd.concat(batches)[: args.episodes]
+    return pd.concat(batches)
 
 
-def record_video(agent, args: Args, mode: str, levels: list[int], path: Path) -> None:
+def record_video(script: ModuleType, agent, config, seed: int, levels: list, path: Path) -> None:
     """Four episodes side by side, until each has ended once."""
     warnings.filterwarnings("ignore", "pkg_resources")
     import imageio_ffmpeg  # which imports it
 
-    envs = ProcgenVectorEnv(args.env_id, 4, mode, num_threads=0, render_mode="rgb_array")
-    envs.load_state_dict(level_states(args.env_id, mode, levels))
-    size = 1024, 1024
-    video = imageio_ffmpeg.write_frames(str(path), size, fps=15, ffmpeg_timeout=0)
-    video.send(None)  # starts ffmpeg
-
-    def add_frame() -> None:
-        if sys.version_info < (3, 13):
-            images = [info["rgb"] for info in envs.games.get_info()]
+    def draw(obs):
+        if hasattr(envs, "games"):  # Procgen's own images, with 512 x 512 pixels
+            images = envs.games.render() if sys.version_info >= (3, 13) else [x["rgb"] for x in envs.games.get_info()]
         else:
-            images = envs.games.render()
-        rows = np.hstack(images[:2]), np.hstack(images[2:])
-        video.send(np.vstack(rows))
+            num_channels = 3 if obs.shape[3] % 3 == 0 else 1  # of stacked images, the last
+            images = np.broadcast_to(obs[..., -num_channels:], (*obs.shape[:3], 3)).repeat(8, 1).repeat(8, 2)
+        return np.vstack([np.hstack(images[:2]), np.hstack(images[2:])])
 
-    play(agent, envs, args.seed, args.greedy, add_frame)
+    envs = start_envs(script, config, levels, seed)
+    size = draw(envs.reset()[0]).shape[1::-1]
+    file = str(path.resolve())  # absolute: in 12:30/x.mp4, 12 would be a protocol
+    video = imageio_ffmpeg.write_frames(file, size, fps=15, ffmpeg_timeout=0)
+    video.send(None)  # starts ffmpeg
+    play(script, agent, envs, seed, lambda obs: video.send(draw(obs)))
     video.close()
 
 
@@ -167,34 +172,56 @@ def main(args: Args) -> None:
     require(args.episodes >= 2, "a standard error needs two episodes")
     record = path.with_name("args.json")
     run = json.loads(record.read_text())["args"] if record.exists() else {}
-    args.env_id = args.env_id or run.get("env_id")
-    require(args.env_id is not None, f"{path} has no args.json beside it, which names its game: add --env-id")
+    run["env_id"] = args.env_id or run.get("env_id")
+    require(run["env_id"] is not None, f"{path} has no args.json beside it, which names its game: add --env-id")
+    weights = torch.load(path, map_location="cpu", weights_only=True)
+    weights = weights.get("agent", weights)  # a checkpoint.pt holds the same weights
+    scripts = [*path.parent.glob("*.py")] if record.exists() else []
+    require(len(scripts) < 2, f"{path.parent} holds several scripts, of which one made the run")
+    if not scripts:
+        scripts = [ROOT / ("ppo_procgen.py" if "encoder.dense.weight" in weights else "ppg_procgen.py")]
+        run["arch"] = "dual" if "value_encoder.dense.weight" in weights else "shared"  # or detach: the same policy
+    script = load_script(scripts[0])
+    if args.greedy:
+        is_discrete = "Categorical" in inspect.unwrap(script.evaluate).__code__.co_names
+        require(is_discrete, "--greedy: the script's evaluate() samples from no Categorical")
+        script.Categorical.sample = lambda pi, generator=None: pi.logprobs.argmax(-1)
+    flags = run | {"cuda": args.cuda, "env_threads": 0, "start_level": 0}
+    config = script.Args(**{x.name: flags[x.name] for x in fields(script.Args) if x.name in flags})
+    two_envs = [start_envs(script, config, [level], 0) for level in range(2)]
+    has_levels = len({pickle.dumps(envs.state_dict()) for envs in two_envs}) == 2  # gymnasium's have an empty state
+    require(has_levels or not (args.levels or args.modes), f"{config.env_id} has no levels: no --levels, no --modes")
+    require(not args.video or len(two_envs[0].obs_shape) == 3, "no --video: the observations are no images")
     modes = args.modes or [run.get("distribution_mode", "easy")]
-    names = args.levels or (["train", "test"] if run.get("num_levels") else ["all"])
-    sets = {name: level_range(name, run) for name in names}
+    names = args.levels or (["train", "test"] if has_levels and run.get("num_levels") else ["all"])
+    sets = {name: level_range(name, run) if has_levels else range(0) for name in names}
 
-    device = "cuda" if args.cuda and torch.cuda.is_available() else "cpu"
-    agent = load_agent(path).to(device, memory_format=torch.channels_last)
+    agent = script.Agent(config, two_envs[0]).to(config.device, memory_format=torch.channels_last)
+    agent.load_state_dict(weights)
     out = args.out or path.parent / "evaluation"
     out.mkdir(parents=True, exist_ok=True)
-    label = {"env_id": args.env_id, "greedy": args.greedy, "seed": args.seed}
     episodes = []
     summaries = []
-    print(f"{path} in {args.env_id}, files in {out}: return ± standard error, 95 % interval, normalized score")
+    print(f"{path} in {config.env_id}, by {scripts[0]}, files in {out}: return ± standard error, 95 % interval, score")
     for mode, name in [(mode, name) for mode in modes for name in names]:
-        label.update(mode=mode, levels=name)
-        rows = play_set(agent, args, mode, sets[name], f"{mode} {name}")
+        label = {"env_id": config.env_id, "greedy": args.greedy, "seed": args.seed, "mode": mode, "levels": name}
+        config.distribution_mode = mode
+        rows = play_set(script, agent, config, args, sets[name], f"{mode} {name}")
         episodes.append(rows.assign(**label))
-        summary = summarize(rows["return"], *RANGES[args.env_id][mode])
+        summary = summarize(rows["return"], *RANGES.get(config.env_id, {}).get(mode, (math.nan, math.nan)))
         summaries.append({**label, **summary})
         text = "{mean:.2f} ± {stderr:.2f}, {low:.2f} to {high:.2f}, {score_mean:.3f}".format(**summary)
         print(f"{mode} {name}, {args.episodes} episodes: {text}", flush=True)
-        if args.video:
-            video = out / f"{mode}_{name.replace(':', '-')}.mp4"
-            four_levels = np.resize(rows["level"], 4).tolist()
-            record_video(agent, args, mode, four_levels, video)
     pd.concat(episodes).to_csv(out / "episodes.csv", index=False)
     pd.DataFrame(summaries).to_csv(out / "summary.csv", index=False)
+
+    if args.video:
+        init = script.ProcgenVectorEnv.__init__
+        script.ProcgenVectorEnv.__init__ = lambda *x, **options: init(*x, **options, render_mode="rgb_array")
+        for rows in episodes:
+            config.distribution_mode, name = rows.iloc[0][["mode", "levels"]]
+            video = out / f"{config.distribution_mode}_{name.replace(':', '-')}.mp4"
+            record_video(script, agent, config, args.seed, np.resize(rows["level"], 4).tolist(), video)
 
 
 if __name__ == "__main__":

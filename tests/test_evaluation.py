@@ -1,12 +1,16 @@
 """Evaluation during training, and benchmark/evaluate.py on what training leaves."""
 
+import json
+import sys
+
 import imageio_ffmpeg
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 import tyro
-from conftest import comparable, level_seeds, make_args, read_rows, train
+from conftest import comparable, level_seeds, make_agent, make_args, read_rows, train
+from test_recipes import apply
 
 import ppg_procgen
 import ppo_procgen
@@ -49,7 +53,7 @@ def test_short_episodes_count_no_more_than_long_ones():
     lengths = list(range(1, 9))
     for evaluate in (ppg_procgen.evaluate, ppo_procgen.evaluate):
         assert evaluate(SimpleAgent(), ShortEnv("bossfight", 8), 1).tolist() == lengths
-    played = tool.play(SimpleAgent(), ShortEnv("bossfight", 8), 1, False)
+    played = tool.play(ppg_procgen, SimpleAgent(), ShortEnv("bossfight", 8), 1)
     np.testing.assert_array_equal(played, [lengths, lengths])
 
 
@@ -86,9 +90,10 @@ def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
     assert min(test.levels) >= 13
     assert level_seeds(test) == test.first  # where the next evaluation would begin
 
-    agent = tool.load_agent(run_dir / "agent.pt")
+    agent = make_agent(script)
+    agent.load_state_dict(torch.load(run_dir / "agent.pt"))
     envs = ProcgenVectorEnv("bossfight", 4, seed=NUM_LEVELS - 1, start_level=13, num_levels=NUM_LEVELS - 13)
-    returns, _ = tool.play(agent, envs, seed=1, greedy=False)
+    returns, _ = tool.play(script, agent, envs, seed=1)
     assert float(read_rows(run_dir)[-1]["eval/test_return"]) == returns.mean()
 
 
@@ -112,17 +117,18 @@ def command(*argv):
 
 def test_each_level_is_played_whatever_the_batches(monkeypatch):
     def play(episodes):
-        args = tool.Args(path=None, env_id="bossfight", greedy=True, episodes=episodes)
-        rows = tool.play_set(SimpleAgent(), args, "easy", range(7), "")
+        args = tool.Args(path=None, episodes=episodes)
+        rows = tool.play_set(ppg_procgen, SimpleAgent(), config, args, range(7), "")
         return rows.sort_values("level", ignore_index=True)
 
+    config = ppg_procgen.Args(env_id="bossfight", cuda=False)
     together = play(7)
     assert play(17)["level"].value_counts().min() == 2
-    monkeypatch.setattr(tool, "BATCH_SIZE", 3)  # three batches; the last also plays two levels of the first
+    monkeypatch.setattr(tool, "BATCH_SIZE", 3)  # three batches
     pd.testing.assert_frame_equal(play(7), together)
     for level in range(7):
         envs = ProcgenVectorEnv("bossfight", 1, num_levels=1, start_level=level)
-        returns, lengths = tool.play(SimpleAgent(), envs, seed=1, greedy=False)
+        returns, lengths = tool.play(ppg_procgen, SimpleAgent(), envs, seed=1)
         assert together.loc[level].tolist() == [level, *returns, *lengths]
 
 
@@ -149,22 +155,73 @@ def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
 
 
 def test_greedy_episodes_on_hard_levels_and_a_video(tmp_path, monkeypatch):
-    monkeypatch.setattr(tool, "ProcgenVectorEnv", ShortEnv)
-    torch.save(ppg_procgen.Agent().state_dict(), tmp_path / "agent.pt")
-    flags = "--env-id starpilot --greedy --modes hard --levels 12:15 --episodes 3 --video"
-    command(tmp_path, *flags.split())
-    rows = pd.read_csv(tmp_path / "evaluation" / "episodes.csv")
+    def load_short(path, load=tool.load_script):
+        script = load(path)
+        script.ProcgenVectorEnv = type("ShortEnv", (ShortEnv,), {})  # a new one, because the tool changes it
+        return script
+
+    monkeypatch.setattr(tool, "load_script", load_short)
+    monkeypatch.chdir(tmp_path)
+    torch.save(make_agent(ppg_procgen).state_dict(), "agent.pt")
+    flags = "agent.pt --env-id starpilot --greedy --modes hard --levels 12:15 --episodes 3 --video --out 12:30".split()
+    with monkeypatch.context() as patch, pytest.raises(TypeError, match="not callable"):
+        patch.setattr(imageio_ffmpeg, "write_frames", None)
+        command(*flags)
+    rows = pd.read_csv("12:30/episodes.csv")
     assert sorted(rows["level"]) == [12, 13, 14]
     assert rows["return"].tolist() == [2, 4, 6]
-    _, *frames = imageio_ffmpeg.read_frames(f"{tmp_path}/evaluation/hard_12-15.mp4")
+    command(*flags)
+    assert sys.modules["evaluated_script"].Categorical(torch.tensor([[0.0, 0.1]] * 99)).sample().all()
+    _, *frames = imageio_ffmpeg.read_frames(f"{tmp_path}/12:30/hard_12-15.mp4")
     assert len(frames) == 4
     image = np.frombuffer(frames[-1], np.uint8).reshape(2, 512, 2, 512, 3)
     assert image.std((1, 3, 4)).min() > 5  # none of the four parts is blank
 
 
-@pytest.mark.parametrize("flags, message", [("", "add --env-id"), ("--env-id maze --levels test", "no such levels")])
+def make_run(folder, source, env_id):
+    """The run folder of a copy, with an agent that prefers its actions clearly."""
+    (folder / "my_ppg.py").write_text(source)
+    script = tool.load_script(folder / "my_ppg.py")
+    args = script.Args(env_id=env_id, arch="detach", num_envs=8, cuda=False)
+    envs = script.make_envs(args, 0, 5, 1)
+    agent = script.Agent(args, envs)
+    agent.policy_head.weight.data *= 10
+    torch.save(agent.state_dict(), folder / "agent.pt")
+    (folder / "args.json").write_text(json.dumps({"args": vars(args)}))
+    return script, agent, envs
+
+
+@pytest.mark.parametrize(
+    "recipes, old, new",
+    [((), "/ 255.0", "/ 127.5 - 1"), ((), "F.relu(self.dense", "F.gelu(self.dense"), (("Stack frames",), "", "")],
+)
+def test_a_changed_copy_plays_as_its_evaluate(recipes, old, new, tmp_path, monkeypatch):
+    script, agent, envs = make_run(tmp_path, apply(*recipes).replace(old, new), "starpilot")
+    monkeypatch.setattr("random.Random.getrandbits", lambda *_: 0)  # the seed
+    command(tmp_path, "--levels", "5:6", "--episodes", 8)
+    returns = pd.read_csv(tmp_path / "evaluation" / "episodes.csv")["return"].tolist()
+    assert returns == script.evaluate(agent, envs, 0).tolist()
+    script.ImpalaCNN.forward = ppg_procgen.ImpalaCNN.forward
+    assert (returns == script.evaluate(agent, envs, 0).tolist()) == bool(recipes)
+
+
+def test_environments_without_levels_are_played_on_fresh_episodes(tmp_path):
+    make_run(tmp_path, apply("Use another environment"), "Blink-v0")
+    command(tmp_path, "--episodes", 70, "--video")
+    rows = pd.read_csv(tmp_path / "evaluation" / "episodes.csv")
+    assert rows["level"].isna().all()
+    assert rows["return"].tolist() == rows["length"].tolist() == [5] * 70
+    _, *frames = imageio_ffmpeg.read_frames(f"{tmp_path}/evaluation/easy_all.mp4")
+    assert len(frames) == 5
+    with pytest.raises(SystemExit, match="2"):
+        command(tmp_path, "--levels", "test")
+
+
+@pytest.mark.parametrize("flags, message", [("", "add --env-id"), ("--env-id maze --levels test", "are unseen levels")])
 def test_bad_arguments_are_refused(flags, message, tmp_path, capsys):
-    torch.save(ppo_procgen.Agent().state_dict(), tmp_path / "agent.pt")
+    torch.save(make_agent(ppo_procgen).state_dict(), tmp_path / "agent.pt")
+    old_run = {"num_levels": 0, "start_level": 2**30}  # of all levels: procgen ignored its start_level
+    (tmp_path / "args.json").write_text(json.dumps({"args": old_run}))
     with pytest.raises(SystemExit, match="2"):
         command(tmp_path, *flags.split())
     assert message in capsys.readouterr().err
