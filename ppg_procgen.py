@@ -216,8 +216,8 @@ class Agent(nn.Module):
         return Outputs(logits, aux_values, values)
 
 
-class Categorical:
-    """The policy pi(.|o) at M observations, from logits (M, A)."""
+class Policy:
+    """pi(.|o) at M observations: a categorical distribution, from logits (M, A)."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.logprobs = logits.log_softmax(-1)
@@ -233,7 +233,7 @@ class Categorical:
     def entropy(self) -> torch.Tensor:
         return -(self.logprobs.exp() * self.logprobs).sum(-1)
 
-    def kl_to(self, other: "Categorical") -> torch.Tensor:
+    def kl_to(self, other: "Policy") -> torch.Tensor:
         return (self.logprobs.exp() * (self.logprobs - other.logprobs)).sum(-1)
 
 
@@ -271,7 +271,7 @@ def cuda_graph(function: Callable) -> Callable:
 def act(agent, args, *, obs: torch.Tensor) -> dict[str, torch.Tensor]:
     """A step of the policy. The loop stores all that it returns, each (N, ...)."""
     out = agent(obs)
-    pi = Categorical(out.logits)
+    pi = Policy(out.logits)
     actions = pi.sample()
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
@@ -281,7 +281,7 @@ def policy_loss(agent, args, obs, actions, old_logprobs, advantages, out=None, *
     """-L_clip + beta_pi KL - c S[pi], and statistics to log. obs: (M, height, width, channels), all
     others: (M,). out: what the agent gives for obs, if that is known."""
     out = agent(obs, value=False) if out is None else out
-    pi = Categorical(out.logits)
+    pi = Policy(out.logits)
     logratio = pi.log_prob(actions) - old_logprobs
     ratio = logratio.exp()
     clipped_ratio = ratio
@@ -330,7 +330,7 @@ def aux_loss(agent, args, obs, pi_old, targets):
     """L_joint + L_value over full rollouts, and statistics to log. pi_old: the logits (M, A) of the
     policy as the phase began. targets: (M,), those of the policy phase."""
     out = aux_forward(agent, args, obs)
-    kl_loss = Categorical(pi_old).kl_to(Categorical(out.logits)).mean()
+    kl_loss = Policy(pi_old).kl_to(Policy(out.logits)).mean()
     aux_value_loss = 0.5 * (out.aux_values - targets).square().mean()
     value_loss = 0.5 * (out.values - targets).square().mean()
     loss = aux_value_loss + args.beta_clone * kl_loss + value_loss
@@ -626,7 +626,7 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
     obs, _ = envs.reset()
     while playing.any():
         out = agent(torch.from_numpy(obs).to(device), value=False)
-        actions = Categorical(out.logits).sample(generator)
+        actions = Policy(out.logits).sample(generator)
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)

@@ -177,8 +177,8 @@ class Agent(nn.Module):
         return Outputs(logits, values)
 
 
-class Categorical:
-    """The policy pi(.|o) at M observations, from logits (M, A)."""
+class Policy:
+    """pi(.|o) at M observations: a categorical distribution, from logits (M, A)."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self.logprobs = logits.log_softmax(-1)
@@ -229,7 +229,7 @@ def cuda_graph(function: Callable) -> Callable:
 def act(agent, args, *, obs: torch.Tensor) -> dict[str, torch.Tensor]:
     """A step of the policy. The loop stores all that it returns, each (N, ...)."""
     out = agent(obs)
-    pi = Categorical(out.logits)
+    pi = Policy(out.logits)
     actions = pi.sample()
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
@@ -239,7 +239,7 @@ def policy_and_value_loss(agent, args, obs, actions, old_logprobs, advantages, t
     """-L_clip - c S[pi] + vf_coef * value loss, and statistics to log. obs: (M, height, width,
     channels), all others: (M,)."""
     out = agent(obs)
-    pi = Categorical(out.logits)
+    pi = Policy(out.logits)
     logratio = pi.log_prob(actions) - old_logprobs
     ratio = logratio.exp()
     clipped_ratio = ratio
@@ -510,7 +510,7 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
     obs, _ = envs.reset()
     while playing.any():
         out = agent(torch.from_numpy(obs).to(device), value=False)
-        actions = Categorical(out.logits).sample(generator)
+        actions = Policy(out.logits).sample(generator)
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)

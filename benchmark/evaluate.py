@@ -169,23 +169,21 @@ def summarize(returns: pd.Series, r_min: float, r_max: float) -> dict:
 def main(args: Args) -> None:
     path = args.path / "agent.pt" if args.path.is_dir() else args.path
     require(path.is_file(), f"there is no file {path}")
-    require(args.episodes >= 2, "a standard error needs two episodes")
     record = path.with_name("args.json")
     run = json.loads(record.read_text())["args"] if record.exists() else {}
     run["env_id"] = args.env_id or run.get("env_id")
     require(run["env_id"] is not None, f"{path} has no args.json beside it, which names its game: add --env-id")
     weights = torch.load(path, map_location="cpu", weights_only=True)
     weights = weights.get("agent", weights)  # a checkpoint.pt holds the same weights
-    scripts = [*path.parent.glob("*.py")] if record.exists() else []
-    require(len(scripts) < 2, f"{path.parent} holds several scripts, of which one made the run")
-    if not scripts:
-        scripts = [ROOT / ("ppo_procgen.py" if "encoder.dense.weight" in weights else "ppg_procgen.py")]
+    source = next(path.parent.glob("*.py"), None) if record.exists() else None
+    if source is None:
+        source = ROOT / ("ppo_procgen.py" if "encoder.dense.weight" in weights else "ppg_procgen.py")
         run["arch"] = "dual" if "value_encoder.dense.weight" in weights else "shared"  # or detach: the same policy
-    script = load_script(scripts[0])
+    script = load_script(source)
     if args.greedy:
-        is_discrete = "Categorical" in inspect.unwrap(script.evaluate).__code__.co_names
-        require(is_discrete, "--greedy: the script's evaluate() samples from no Categorical")
-        script.Categorical.sample = lambda pi, generator=None: pi.logprobs.argmax(-1)
+        is_discrete = hasattr(script.Policy(torch.zeros(1, 2)), "logprobs")
+        require(is_discrete, "--greedy: the script's Policy has no probabilities of actions")
+        script.Policy.sample = lambda pi, generator=None: pi.logprobs.argmax(-1)
     flags = run | {"cuda": args.cuda, "env_threads": 0, "start_level": 0}
     config = script.Args(**{x.name: flags[x.name] for x in fields(script.Args) if x.name in flags})
     two_envs = [start_envs(script, config, [level], 0) for level in range(2)]
@@ -202,7 +200,7 @@ def main(args: Args) -> None:
     out.mkdir(parents=True, exist_ok=True)
     episodes = []
     summaries = []
-    print(f"{path} in {config.env_id}, by {scripts[0]}, files in {out}: return ± standard error, 95 % interval, score")
+    print(f"{path} in {config.env_id}, by {source}, files in {out}: return ± standard error, 95 % interval, score")
     for mode, name in [(mode, name) for mode in modes for name in names]:
         label = {"env_id": config.env_id, "greedy": args.greedy, "seed": args.seed, "mode": mode, "levels": name}
         config.distribution_mode = mode

@@ -28,7 +28,7 @@ PPG = {
         ("policy_loss - args.ent_coef * entropy", "policy_loss + args.ent_coef * entropy"),
         ("torch.max(squared_errors,", "torch.min(squared_errors,"),
         ("(self.logprobs.exp() * (self.logprobs - other", "(other.logprobs.exp() * (self.logprobs - other"),
-        ("Categorical(pi_old).kl_to(Categorical(out.logits))", "Categorical(out.logits).kl_to(Categorical(pi_old))"),
+        ("Policy(pi_old).kl_to(Policy(out.logits))", "Policy(out.logits).kl_to(Policy(pi_old))"),
         ("aux_value_loss + args.beta_clone * kl_loss", "aux_value_loss + kl_loss"),
         ("0.5 * (out.aux_values", "0.5 * (out.values"),
         ("optimizer.zero_grad()  #", "#"),

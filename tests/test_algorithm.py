@@ -164,7 +164,7 @@ def test_auxiliary_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone, mo
 
 def test_actions_are_drawn_from_the_policy():
     logits = torch.randn(1, 15) * 1.5
-    pi = ppg_procgen.Categorical(logits.expand(200_000, 15))
+    pi = ppg_procgen.Policy(logits.expand(200_000, 15))
     actions = pi.sample()
     frequencies = torch.bincount(actions, minlength=15) / len(actions)
     probs = logits.softmax(-1)[0]

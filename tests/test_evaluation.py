@@ -171,7 +171,7 @@ def test_greedy_episodes_on_hard_levels_and_a_video(tmp_path, monkeypatch):
     assert sorted(rows["level"]) == [12, 13, 14]
     assert rows["return"].tolist() == [2, 4, 6]
     command(*flags)
-    assert sys.modules["evaluated_script"].Categorical(torch.tensor([[0.0, 0.1]] * 99)).sample().all()
+    assert sys.modules["evaluated_script"].Policy(torch.tensor([[0.0, 0.1]] * 99)).sample().all()
     _, *frames = imageio_ffmpeg.read_frames(f"{tmp_path}/12:30/hard_12-15.mp4")
     assert len(frames) == 4
     image = np.frombuffer(frames[-1], np.uint8).reshape(2, 512, 2, 512, 3)

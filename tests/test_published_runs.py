@@ -61,7 +61,7 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
     if script is ppo_procgen:
         tensorflow_habits.install(setattr)
     setattr(script, "Agent", FixedAgent)
-    setattr(script.Categorical, "sample", sample)
+    setattr(script.Policy, "sample", sample)
     setattr(script.Logger, "log", log)
     setattr(torch, "randperm", randperm)
     flags = args | {"cuda": False, "env_threads": 0, "run_dir": str(run_dir)}

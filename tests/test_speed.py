@@ -183,7 +183,7 @@ def test_cuda_graph_draws_new_numbers_at_every_replay(device):
     """It goes on in the generator's sequence: graphs do not change a run."""
 
     def draw(agent, args, logits):
-        return {"actions": ppg_procgen.Categorical(logits).sample()}
+        return {"actions": ppg_procgen.Policy(logits).sample()}
 
     torch.cuda.set_stream(torch.cuda.Stream())
     logits = torch.randn((64, 15), device=device)

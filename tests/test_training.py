@@ -232,7 +232,7 @@ def test_shared_definitions_are_the_same_word_for_word():
         return {node.name: ast.get_source_segment(source, node) for node in nodes}
 
     ppg, ppo = definitions(ppg_procgen), definitions(ppo_procgen)
-    differ = "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent Categorical RewardNormalizer "
+    differ = "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent Policy RewardNormalizer "
     differ += "policy_and_value_loss train settle main"
     assert {name for name in ppo if ppg.get(name) != ppo[name]} <= set(differ.split())
 

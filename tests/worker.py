@@ -84,7 +84,7 @@ def install_scripted(script, setattr) -> None:
     if script.__name__ == "ppo_procgen":  # it would normalize the advantages of each rank's minibatch on their own
         setattr(torch, "std_mean", lambda x, **_: (1.0, 0.0))
     setattr(script, "ProcgenVectorEnv", type("Games", (ScriptedGames,), {"rank": script.RANK}))
-    setattr(script.Categorical, "sample", sample)
+    setattr(script.Policy, "sample", sample)
     setattr(torch, "randperm", randperm)
     # float64 from rewards to weights: in float32 what differs by rounding differs in the third digit ten updates later
     use_float64(script, setattr)
