@@ -100,7 +100,7 @@ class Args:
     # policy phase
     num_steps: int = 256  # T: steps of each environment in a rollout
     learning_rate: float = 5e-4  # Adam's learning rate
-    anneal_lr: bool = False  # anneal the learning rate linearly to zero
+    anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     reward_gamma: float = 0.99  # discount in the normalization of rewards
@@ -201,7 +201,7 @@ class Agent(nn.Module):
         self.value_head = normalized_init(nn.Linear(num_features, 1), 0.1)
 
     def forward(self, obs, policy: bool = True, value: bool = True) -> Outputs:
-        """obs: uint8 (M, height, width, channels). Without policy or value, its network rests."""
+        """obs: uint8 (M, height, width, channels). policy and value: which outputs are needed."""
         logits = aux_values = values = None
         if policy or self.arch != "dual":
             features = self.policy_encoder(obs)
@@ -252,7 +252,7 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float) -> np.
 
 
 def cuda_graph(function: Callable) -> Callable:
-    """On a GPU, a CUDA graph of the function for each set of its positional arguments."""
+    """On a GPU, a CUDA graph for each set of positional arguments. Tensors are passed by name."""
     get_graph = functools.cache(lambda *fixed: CudaGraph(function, fixed))
 
     @functools.wraps(function)
@@ -276,7 +276,7 @@ def act(agent, args, *, obs: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
-# A loss sees a chunk of a minibatch, so it may take means over samples, and nothing else over them
+# A loss sees a chunk of a minibatch: it must be a mean over samples, without their std or max
 def policy_loss(agent, args, obs, actions, old_logprobs, advantages, out=None, **unused):
     """-L_clip + beta_pi KL - c S[pi], and statistics to log. obs: (M, height, width, channels), all
     others: (M,). out: what the agent gives for obs, if that is known."""
@@ -288,14 +288,14 @@ def policy_loss(agent, args, obs, actions, old_logprobs, advantages, out=None, *
     if args.clip_coef > 0:
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
-    kl_k2 = 0.5 * logratio.square().mean()  # the reference code's estimate of KL[pi_old, pi]
-    policy_loss = pg_loss + args.kl_coef * kl_k2
+    kl_k2 = 0.5 * logratio.square().mean()  # the reference code's estimate of KL
+    pi_loss = pg_loss + args.kl_coef * kl_k2
     entropy = pi.entropy().mean()
-    stats = {"policy_loss": policy_loss, "entropy": entropy, "approx_kl_k2": kl_k2}
+    stats = {"policy_loss": pi_loss, "entropy": entropy, "approx_kl_k2": kl_k2}
     stats["old_approx_kl"] = -logratio.mean()  # k1 of http://joschu.net/blog/kl-approx.html
     stats["approx_kl"] = (ratio - 1 - logratio).mean()  # k3
     stats["clipfrac"] = (clipped_ratio != ratio).float().mean()
-    return policy_loss - args.ent_coef * entropy, stats
+    return pi_loss - args.ent_coef * entropy, stats
 
 
 def value_loss(agent, args, obs, targets, old_values, out=None, **unused):
@@ -305,8 +305,8 @@ def value_loss(agent, args, obs, targets, old_values, out=None, **unused):
     if args.clip_vloss and args.clip_coef > 0:
         change = (out.values - old_values).clamp(-args.clip_coef, args.clip_coef)
         squared_errors = torch.max(squared_errors, (old_values + change - targets).square())
-    value_loss = args.vf_coef * squared_errors.mean()
-    return value_loss, {"value_loss": value_loss}
+    v_loss = args.vf_coef * squared_errors.mean()
+    return v_loss, {"value_loss": v_loss}
 
 
 def policy_and_value_loss(agent, args, **minibatch):
@@ -326,15 +326,15 @@ def aux_forward(agent, args, obs: torch.Tensor, value: bool = True) -> Outputs:
     return Outputs(*(x if x is None else x.float() for x in out))
 
 
-def aux_loss(agent, args, obs, pi_old, targets):
+def aux_loss(agent, args, obs, pi_old, targets, **unused):
     """L_joint + L_value over full rollouts, and statistics to log. pi_old: the logits (M, A) of the
     policy as the phase began. targets: (M,), those of the policy phase."""
     out = aux_forward(agent, args, obs)
     kl_loss = Policy(pi_old).kl_to(Policy(out.logits)).mean()
     aux_value_loss = 0.5 * (out.aux_values - targets).square().mean()
-    value_loss = 0.5 * (out.values - targets).square().mean()
-    loss = aux_value_loss + args.beta_clone * kl_loss + value_loss
-    stats = {"kl_loss": kl_loss, "aux_value_loss": aux_value_loss, "real_value_loss": value_loss}
+    v_loss = 0.5 * (out.values - targets).square().mean()
+    loss = aux_value_loss + args.beta_clone * kl_loss + v_loss
+    stats = {"kl_loss": kl_loss, "aux_value_loss": aux_value_loss, "real_value_loss": v_loss}
     return loss, stats
 
 
@@ -421,7 +421,7 @@ def train(args: Args, state: dict) -> None:
             group["lr"].fill_(lr_fraction * group["initial_lr"])
         row["charts/learning_rate"] = lr_fraction * args.learning_rate
 
-        # ==== Perform rollouts under current policy pi ====
+        # ==== Policy phase: perform rollouts under current policy pi ====
         rollout_start = time.monotonic()
         firsts[0] = firsts[T]
         steps = []
@@ -436,7 +436,7 @@ def train(args: Args, state: dict) -> None:
         all_firsts = np.hstack(all_ranks(firsts))
         row.update(episodes.update(all_rewards, all_firsts))
 
-        # ==== Policy phase ====
+        # ==== Policy phase: targets, epochs ====
         policy_start = time.monotonic()
         row["time/rollout"] = policy_start - rollout_start
         # Compute value function target V_targ for each state s_t
@@ -478,7 +478,7 @@ def train(args: Args, state: dict) -> None:
 
         # Add all (s_t, V_targ) to the buffer B
         if capacity > 0:
-            start = (iteration - 1) % args.n_iteration * N
+            start = ((iteration - 1) % args.n_iteration) * N
             for name, x in buffer.items():
                 assert x.dtype == batch[name].dtype, f"B stores {name} in {x.dtype}"
                 x[start : start + N] = batch[name].unflatten(0, (T, N)).transpose(0, 1)
@@ -511,7 +511,7 @@ def train(args: Args, state: dict) -> None:
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
         if RANK == 0:
             logger.log(row)
-        if is_last or iteration % args.n_iteration == 0:  # B is empty, so it needs no saving
+        if is_last or iteration % args.n_iteration == 0:  # B has been used, it needs no saving
             state["iteration"] = iteration
             rank_state = {"envs": envs.state_dict(), "firsts": firsts[T].tolist()}
             save_checkpoint(args, state, shared, rank_state)

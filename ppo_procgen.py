@@ -91,7 +91,7 @@ class Args:
     # optimization
     num_steps: int = 256  # T: steps of each environment in a rollout
     learning_rate: float = 5e-4  # Adam's learning rate
-    anneal_lr: bool = False  # anneal the learning rate linearly to zero
+    anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of generalized advantage estimation
     reward_gamma: float = 0.99  # discount in the normalization of rewards
@@ -210,7 +210,7 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float) -> np.
 
 
 def cuda_graph(function: Callable) -> Callable:
-    """On a GPU, a CUDA graph of the function for each set of its positional arguments."""
+    """On a GPU, a CUDA graph for each set of positional arguments. Tensors are passed by name."""
     get_graph = functools.cache(lambda *fixed: CudaGraph(function, fixed))
 
     @functools.wraps(function)
@@ -234,7 +234,7 @@ def act(agent, args, *, obs: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
-# A loss sees a chunk of a minibatch, so it may take means over samples, and nothing else over them
+# A loss sees a chunk of a minibatch: it must be a mean over samples, without their std or max
 def policy_and_value_loss(agent, args, obs, actions, old_logprobs, advantages, targets, old_values):
     """-L_clip - c S[pi] + vf_coef * value loss, and statistics to log. obs: (M, height, width,
     channels), all others: (M,)."""

@@ -25,7 +25,7 @@ PPG = {
         ("ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)", "ratio.clamp(1 - args.clip_coef, 1.2)"),
         ("kl_k2 = 0.5 * logratio", "kl_k2 = logratio"),
         ("pg_loss + args.kl_coef * kl_k2", "pg_loss - args.kl_coef * kl_k2"),
-        ("policy_loss - args.ent_coef * entropy", "policy_loss + args.ent_coef * entropy"),
+        ("pi_loss - args.ent_coef * entropy", "pi_loss + args.ent_coef * entropy"),
         ("torch.max(squared_errors,", "torch.min(squared_errors,"),
         ("(self.logprobs.exp() * (self.logprobs - other", "(other.logprobs.exp() * (self.logprobs - other"),
         ("Policy(pi_old).kl_to(Policy(out.logits))", "Policy(out.logits).kl_to(Policy(pi_old))"),
