@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import worker
-from conftest import CHEAP_PPG, ROOT, TINY_PPG, interrupt, make_args, parse, read_rows, resume, same, wait_for
+from conftest import CHEAP_PPG, ROOT, TINY_PPG, as_flags, interrupt, make_args, parse, read_rows, resume, same, wait_for
 from conftest import train as train_script
 from gymnasium.spaces import Box, Discrete
 
@@ -19,7 +20,7 @@ ENV = "Use another environment"  # what recipes for gymnasium build on
 
 
 def section(title):
-    return (ROOT / "benchmark" / "RECIPES.md").read_text().split(f"### {title}\n")[1].split("\n##")[0]
+    return (ROOT / "benchmark" / "RECIPES.md").read_text().split(f"# {title}\n")[1].split("\n##")[0]
 
 
 def apply(*titles):
@@ -34,10 +35,10 @@ def apply(*titles):
     return source
 
 
-def recipe(tmp_path, *titles, small=True):
+def recipe(tmp_path, *titles, small=True, edit=None):
     """The module that recipes make."""
     path = tmp_path / "my_ppg.py"
-    path.write_text(apply(*titles))
+    path.write_text(apply(*titles).replace(*edit or ("", "")))
     spec = importlib.util.spec_from_file_location("my_ppg", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["my_ppg"] = module
@@ -76,20 +77,6 @@ class Blink(gymnasium.Env):
 
 
 gymnasium.register("Blink-v0", Blink, max_episode_steps=5)
-
-
-def test_change_the_policy_loss(tmp_path):
-    module = recipe(tmp_path, "Change the policy loss")
-    assert len(train(module, tmp_path)) == 4
-    agent, n = module.Agent("shared"), 4
-    obs = torch.zeros((n, 64, 64, 3), dtype=torch.uint8)
-    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])
-    args, zeros = module.Args(**TINY_PPG), torch.zeros(n)
-    logprobs = agent(obs).logits.log_softmax(-1)[:, 0].detach()
-    for ratio, expected in ((10, (3 - 1.2) / 2), (2, (2 - 1.2) / 2)):  # 10 is cut at 3, 2 is not
-        batch = obs, zeros.long(), logprobs - np.log(ratio), advantages
-        _, stats = module.policy_phase_loss(agent, args, *batch, returns=zeros, old_values=zeros)
-        assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_another_environment_and_its_time_limits_and_resuming(tmp_path, monkeypatch):
@@ -187,11 +174,102 @@ def test_stacked_frames_resume_exactly(tmp_path):
     assert same(resume(module, part.run_dir, small=False), tmp_path / "a")
 
 
+# ---- Algorithms, Check your copy
+
+ONE_UPDATE = TINY_PPG | {"num_minibatches": 1, "num_aux_rollouts": 8}  # a phase
+TITLES = re.findall("^### (.*)", (ROOT / "benchmark" / "RECIPES.md").read_text().split("## Algorithms")[1], re.M)
+
+
+class Recall:
+    """An image is black or white, two are grey. The action that follows the third must tell which the first was."""
+
+    obs_shape, obs_dtype, num_actions, state_dict = (64, 64, 3), torch.uint8, 2, dict
+
+    def __init__(self, num_envs):
+        self.random, self.t = np.random.default_rng(1), np.arange(num_envs) % 3
+        self.cues = self.random.integers(2, size=num_envs)
+
+    def reset(self):
+        images = np.where(self.t == 0, 255 * self.cues, 99).astype(np.uint8)
+        return np.tile(images.reshape(-1, 1, 1, 1), self.obs_shape), {}
+
+    def step(self, actions):
+        done = self.t == 2
+        rewards = (done & (actions == self.cues)).astype(np.float32)
+        self.t = (self.t + 1) % 3
+        self.cues = np.where(done, self.random.integers(2, size=len(done)), self.cues)
+        return self.reset()[0], rewards, done, np.zeros_like(done), {}
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_first_updates_and_resuming(tmp_path, title):
+    """Checks 1 and 3 of "Check your copy"."""
+    module = recipe(tmp_path, title)
+    whole, part = (make_args(module, tmp_path / x, **ONE_UPDATE | {"env_id": "starpilot"}) for x in "ab")
+    rows = read_rows(train_script(module, whole))
+    assert {row["losses/approx_kl"] for row in rows} == {row["losses/aux/kl_loss"] or "0.0" for row in rows} == {"0.0"}
+    interrupt(module, part, 3 * 16 + 5)
+    assert same(resume(module, part.run_dir), tmp_path / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", TITLES)
+def test_two_ranks(tmp_path, title):
+    """Check 4."""
+    (tmp_path / "my_ppg.py").write_text(apply(title, "Check your copy"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "my_ppg.py"]
+    subprocess.run([*torchrun, *as_flags(CHEAP_PPG), "--run-dir", "run"], cwd=tmp_path, check=True)
+    assert len(read_rows(tmp_path / "run")) == 2
+
+
+def test_wrong_copies(tmp_path):
+    """Checks 1, 2 and 5: what they find in wrong copies, and not in right ones."""
+
+    def run(edit, *titles, **flags):
+        args = make_args(module := recipe(tmp_path, *titles, edit=edit), tmp_path / "run", **ONE_UPDATE | flags)
+        shutil.rmtree(args.run_dir, ignore_errors=True)
+        rows = read_rows(train_script(module, args))
+        return rows, torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
+
+    rows, _ = run(("h = hidden[:, 0]\n", "h = torch.zeros_like(hidden[:, 0])\n"), "Add memory")
+    assert float(rows[3]["losses/approx_kl"]) > 1e-6
+    for edit in ("", ""), ("(out.aux_values - targets).square().mean()", "(out.aux_values - targets).square().sum()"):
+        a, b = (float(run(edit, chunk_size=k)[0][1]["losses/aux/aux_value_loss"]) for k in (0, 50))
+        assert (abs(a - b) < 1e-5) == (edit == ("", ""))
+    for edit in ("", ""), ("features.detach()", "features"):
+        a, b = (run(edit, arch="detach", total_timesteps=64, vf_coef=x)[1] for x in (0.5, 0))
+        changed = {name.split(".")[0] for name in a if not torch.equal(a[name], b[name])}
+        assert changed == ({"value_head"} if edit == ("", "") else {"value_head", "policy_encoder"})
+
+
+def test_change_the_policy_loss(tmp_path):
+    module = recipe(tmp_path, "Change the policy loss")
+    args = module.Args(**TINY_PPG)
+    agent = module.Agent(args, module.ProcgenVectorEnv)
+    obs, actions = torch.zeros((4, 64, 64, 3), dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    logprobs = module.Categorical(agent(obs).logits).log_prob(actions).detach()
+    for ratio, expected in ((10, (3 - 1.2) / 2), (2, (2 - 1.2) / 2)):  # 10 is cut at 3, 2 is not
+        _, stats = module.policy_loss(agent, args, obs, actions, logprobs - np.log(ratio), advantages)
+        assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
+
+
 def test_use_another_network(tmp_path):
-    module = recipe(tmp_path, "Use another environment", "Use another network", small=False)
-    train(module, tmp_path, **CHEAP_PPG | {"env_id": "Blink-v0", "arch": "dual"})
-    weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
+    module = recipe(tmp_path, "Use another network")
+    weights = module.Agent(module.Args(**TINY_PPG), module.ProcgenVectorEnv).state_dict()
+    assert weights["policy_encoder.dense.weight"].shape == (512, 4 * 4 * 64)
     assert weights["value_encoder.dense.weight"].shape == (512, 4 * 4 * 64)
+
+
+def test_add_memory(tmp_path):
+    """The episodes of Recall cross the rollouts. A guess is worth 0.5."""
+    module = recipe(tmp_path, "Add memory")
+    module.make_envs = lambda args, *_: Recall(args.num_envs)
+    rates = {"gamma": 0.9, "learning_rate": 1e-3, "aux_learning_rate": 1e-3}
+    rates.update(num_envs=16, num_minibatches=4, n_iteration=4, num_aux_rollouts=16, e_policy=2, e_value=2)
+    rows = train(module, tmp_path, arch="detach", total_timesteps=16 * 16 * 20, **rates)
+    returns = [float(row["charts/episodic_return"]) for row in rows]
+    assert 0.35 < returns[0] < 0.65 and np.mean(returns[-4:]) > 0.9
 
 
 def test_add_an_intrinsic_reward(tmp_path):
@@ -204,8 +282,45 @@ def test_add_an_intrinsic_reward(tmp_path):
 
 
 def test_add_an_auxiliary_head(tmp_path):
-    module = recipe(tmp_path, "Add an auxiliary head with its own loss")
-    rows = train(module, tmp_path)
+    rows = train(recipe(tmp_path, "Add an auxiliary head with its own loss"), tmp_path)
     assert [float(row["losses/aux/moment_loss"] or -1) >= 0 for row in rows] == [False, True] * 2
     weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
     assert weights["second_moment_head.weight"].norm() != pytest.approx(0.1, abs=1e-4)  # it has been trained
+
+
+def test_store_more(tmp_path):
+    """A value that has come nearer to its target than 0.2 from the old value has no gradient, others have."""
+    module = recipe(tmp_path, "Store more in B")
+    args = module.Args(**TINY_PPG)
+    agent = module.Agent(args, module.ProcgenVectorEnv)
+    obs = torch.zeros((1, 64, 64, 3), dtype=torch.uint8)
+    out = agent(obs)
+    for change, is_trained in ((0.1, True), (0.3, False), (-0.3, True)):
+        batch = {"obs": obs, "pi_old": out.logits.detach(), "targets": out.values.detach() + 1}
+        loss, _ = module.aux_loss(agent, args, **batch, old_values=out.values.detach() - change)
+        (grad,) = torch.autograd.grad(loss, agent.value_head.bias)
+        assert bool(grad) == is_trained
+
+
+def test_augment_the_observations(tmp_path):
+    module = recipe(tmp_path, "Augment the observations")
+    obs = torch.arange(64, dtype=torch.uint8).expand(500, 3, 64, 64).permute(0, 3, 2, 1)  # a row's number
+    shifted = module.translate(obs)
+    shifts = shifted[:, 32].int() - 32
+    assert shifts.unique().tolist() == [*range(-4, 5)] and (shifts == shifts[:, :1, :1]).all()
+    assert torch.equal(shifted[:, :, 0, 0].int(), (torch.arange(64) + shifts[:, :1, 0]).clamp(0, 63))
+    assert float(train(module, tmp_path)[-1]["losses/shift_kl"]) > 0
+
+
+def test_choose_levels(tmp_path):
+    module = recipe(tmp_path, "Choose levels by their value loss")
+    envs = module.LevelReplay(make_args(module, tmp_path, num_levels=9))
+    envs.scores[:] = torch.arange(9)
+    for _ in range(1000):
+        obs, _, done, _, _ = envs.step(np.zeros(4, np.int64))
+        for e in np.flatnonzero(done):
+            game = module.ProcgenVectorEnv("chaser", 1, start_level=int(envs.levels[e]), num_levels=1)
+            assert np.array_equal(obs[e], game.reset()[0][0])
+    levels, advantages = torch.stack(envs.played).numpy(), np.random.rand(1000, 4)
+    envs.score(np.where(levels == 8, 30, advantages))
+    assert envs.level_probs().argmax() == 8 and envs.level_probs()[8] > 0.8
