@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,10 +34,10 @@ def apply(*titles):
     return source
 
 
-def recipe(tmp_path, *titles, small=True, edit=None):
+def recipe(tmp_path, *titles, small=True):
     """The module that recipes make."""
     path = tmp_path / "my_ppg.py"
-    path.write_text(apply(*titles).replace(*edit or ("", "")))
+    path.write_text(apply(*titles))
     spec = importlib.util.spec_from_file_location("my_ppg", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["my_ppg"] = module
@@ -181,24 +180,21 @@ TITLES = re.findall("^### (.*)", (ROOT / "benchmark" / "RECIPES.md").read_text()
 
 
 class Recall:
-    """An image is black or white, two are grey. The action that follows the third must tell which the first was."""
+    """Games of an image that is black or white and two grey ones: the last action must tell which the first was."""
 
     obs_shape, obs_dtype, num_actions, state_dict = (64, 64, 3), torch.uint8, 2, dict
-
-    def __init__(self, num_envs):
-        self.random, self.t = np.random.default_rng(1), np.arange(num_envs) % 3
-        self.cues = self.random.integers(2, size=num_envs)
+    t, cues = 0, np.arange(16) % 2
 
     def reset(self):
-        images = np.where(self.t == 0, 255 * self.cues, 99).astype(np.uint8)
-        return np.tile(images.reshape(-1, 1, 1, 1), self.obs_shape), {}
+        images = np.full(16, 99) if self.t % 3 else 255 * self.cues
+        return np.tile(images.astype(np.uint8).reshape(16, 1, 1, 1), self.obs_shape), {}
 
     def step(self, actions):
-        done = self.t == 2
+        done = np.full(16, self.t % 3 == 2)
         rewards = (done & (actions == self.cues)).astype(np.float32)
-        self.t = (self.t + 1) % 3
-        self.cues = np.where(done, self.random.integers(2, size=len(done)), self.cues)
-        return self.reset()[0], rewards, done, np.zeros_like(done), {}
+        self.t += 1
+        self.cues = torch.randint(2, (16,)).numpy() if done[0] else self.cues
+        return self.reset()[0], rewards, done, np.zeros(16, bool), {}
 
 
 @pytest.mark.parametrize("title", TITLES)
@@ -219,27 +215,6 @@ def test_two_ranks(tmp_path, title):
     (tmp_path / "my_ppg.py").write_text(apply(title, "Check your copy"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "my_ppg.py"]
     subprocess.run([*torchrun, *as_flags(CHEAP_PPG), "--run-dir", "run"], cwd=tmp_path, check=True)
-    assert len(read_rows(tmp_path / "run")) == 2
-
-
-def test_wrong_copies(tmp_path):
-    """Checks 1, 2 and 5: what they find in wrong copies, and not in right ones."""
-
-    def run(edit, *titles, **flags):
-        args = make_args(module := recipe(tmp_path, *titles, edit=edit), tmp_path / "run", **ONE_UPDATE | flags)
-        shutil.rmtree(args.run_dir, ignore_errors=True)
-        rows = read_rows(train_script(module, args))
-        return rows, torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
-
-    rows, _ = run(("h = hidden[:, 0]\n", "h = torch.zeros_like(hidden[:, 0])\n"), "Add memory")
-    assert float(rows[3]["losses/approx_kl"]) > 1e-6
-    for edit in ("", ""), ("(out.aux_values - targets).square().mean()", "(out.aux_values - targets).square().sum()"):
-        a, b = (float(run(edit, chunk_size=k)[0][1]["losses/aux/aux_value_loss"]) for k in (0, 50))
-        assert (abs(a - b) < 1e-5) == (edit == ("", ""))
-    for edit in ("", ""), ("features.detach()", "features"):
-        a, b = (run(edit, arch="detach", total_timesteps=64, vf_coef=x)[1] for x in (0.5, 0))
-        changed = {name.split(".")[0] for name in a if not torch.equal(a[name], b[name])}
-        assert changed == ({"value_head"} if edit == ("", "") else {"value_head", "policy_encoder"})
 
 
 def test_change_the_policy_loss(tmp_path):
@@ -254,22 +229,12 @@ def test_change_the_policy_loss(tmp_path):
         assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
 
 
-def test_use_another_network(tmp_path):
-    module = recipe(tmp_path, "Use another network")
-    weights = module.Agent(module.Args(**TINY_PPG), module.ProcgenVectorEnv).state_dict()
-    assert weights["policy_encoder.dense.weight"].shape == (512, 4 * 4 * 64)
-    assert weights["value_encoder.dense.weight"].shape == (512, 4 * 4 * 64)
-
-
 def test_add_memory(tmp_path):
-    """The episodes of Recall cross the rollouts. A guess is worth 0.5."""
     module = recipe(tmp_path, "Add memory")
-    module.make_envs = lambda args, *_: Recall(args.num_envs)
-    rates = {"gamma": 0.9, "learning_rate": 1e-3, "aux_learning_rate": 1e-3}
-    rates.update(num_envs=16, num_minibatches=4, n_iteration=4, num_aux_rollouts=16, e_policy=2, e_value=2)
-    rows = train(module, tmp_path, arch="detach", total_timesteps=16 * 16 * 20, **rates)
-    returns = [float(row["charts/episodic_return"]) for row in rows]
-    assert 0.35 < returns[0] < 0.65 and np.mean(returns[-4:]) > 0.9
+    module.make_envs = lambda *_: Recall()
+    flags = {"num_envs": 16, "num_aux_rollouts": 16, "e_policy": 4, "e_value": 4, "gamma": 0.9, "learning_rate": 1e-3}
+    rows = train(module, tmp_path, arch="detach", total_timesteps=16 * 16 * 20, **flags)
+    assert np.mean([float(row["charts/episodic_return"]) for row in rows[-4:]]) > 0.9  # without memory, 0.5
 
 
 def test_add_an_intrinsic_reward(tmp_path):
@@ -284,32 +249,15 @@ def test_add_an_intrinsic_reward(tmp_path):
 def test_add_an_auxiliary_head(tmp_path):
     rows = train(recipe(tmp_path, "Add an auxiliary head with its own loss"), tmp_path)
     assert [float(row["losses/aux/moment_loss"] or -1) >= 0 for row in rows] == [False, True] * 2
-    weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
-    assert weights["second_moment_head.weight"].norm() != pytest.approx(0.1, abs=1e-4)  # it has been trained
-
-
-def test_store_more(tmp_path):
-    """A value that has come nearer to its target than 0.2 from the old value has no gradient, others have."""
-    module = recipe(tmp_path, "Store more in B")
-    args = module.Args(**TINY_PPG)
-    agent = module.Agent(args, module.ProcgenVectorEnv)
-    obs = torch.zeros((1, 64, 64, 3), dtype=torch.uint8)
-    out = agent(obs)
-    for change, is_trained in ((0.1, True), (0.3, False), (-0.3, True)):
-        batch = {"obs": obs, "pi_old": out.logits.detach(), "targets": out.values.detach() + 1}
-        loss, _ = module.aux_loss(agent, args, **batch, old_values=out.values.detach() - change)
-        (grad,) = torch.autograd.grad(loss, agent.value_head.bias)
-        assert bool(grad) == is_trained
 
 
 def test_augment_the_observations(tmp_path):
     module = recipe(tmp_path, "Augment the observations")
-    obs = torch.arange(64, dtype=torch.uint8).expand(500, 3, 64, 64).permute(0, 3, 2, 1)  # a row's number
-    shifted = module.translate(obs)
-    shifts = shifted[:, 32].int() - 32
-    assert shifts.unique().tolist() == [*range(-4, 5)] and (shifts == shifts[:, :1, :1]).all()
-    assert torch.equal(shifted[:, :, 0, 0].int(), (torch.arange(64) + shifts[:, :1, 0]).clamp(0, 63))
-    assert float(train(module, tmp_path)[-1]["losses/shift_kl"]) > 0
+    rows = torch.arange(64, dtype=torch.uint8).reshape(64, 1, 1).expand(500, 64, 64, 3)  # each pixel: its row
+    shifted = module.translate(rows).int()
+    shifts = shifted[:, 32] - 32
+    assert shifts.unique().tolist() == [*range(-4, 5)] and (shifts == shifts[:, :1]).all()
+    assert torch.equal(shifted, (rows.int() + shifts[:, None]).clamp(0, 63))
 
 
 def test_choose_levels(tmp_path):
@@ -321,6 +269,5 @@ def test_choose_levels(tmp_path):
         for e in np.flatnonzero(done):
             game = module.ProcgenVectorEnv("chaser", 1, start_level=int(envs.levels[e]), num_levels=1)
             assert np.array_equal(obs[e], game.reset()[0][0])
-    levels, advantages = torch.stack(envs.played).numpy(), np.random.rand(1000, 4)
-    envs.score(np.where(levels == 8, 30, advantages))
-    assert envs.level_probs().argmax() == 8 and envs.level_probs()[8] > 0.8
+    envs.score(np.where(torch.stack(envs.played) == 8, 30, np.random.rand(1000, 4)))
+    assert envs.level_probs()[8] > 0.8
