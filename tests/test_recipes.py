@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import worker
-from conftest import CHEAP_PPG, ROOT, TINY_PPG, interrupt, make_args, parse, read_rows, resume, same, wait_for
+from conftest import CHEAP_PPG, ROOT, TINY_PPG, as_flags, interrupt, make_args, parse, read_rows, resume, same, wait_for
 from conftest import train as train_script
 from gymnasium.spaces import Box, Discrete
 
@@ -19,7 +19,7 @@ ENV = "Use another environment"  # what recipes for gymnasium build on
 
 
 def section(title):
-    return (ROOT / "benchmark" / "RECIPES.md").read_text().split(f"### {title}\n")[1].split("\n##")[0]
+    return (ROOT / "benchmark" / "RECIPES.md").read_text().split(f"# {title}\n")[1].split("\n##")[0]
 
 
 def apply(*titles):
@@ -76,20 +76,6 @@ class Blink(gymnasium.Env):
 
 
 gymnasium.register("Blink-v0", Blink, max_episode_steps=5)
-
-
-def test_change_the_policy_loss(tmp_path):
-    module = recipe(tmp_path, "Change the policy loss")
-    assert len(train(module, tmp_path)) == 4
-    agent, n = module.Agent("shared"), 4
-    obs = torch.zeros((n, 64, 64, 3), dtype=torch.uint8)
-    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])
-    args, zeros = module.Args(**TINY_PPG), torch.zeros(n)
-    logprobs = agent(obs).logits.log_softmax(-1)[:, 0].detach()
-    for ratio, expected in ((10, (3 - 1.2) / 2), (2, (2 - 1.2) / 2)):  # 10 is cut at 3, 2 is not
-        batch = obs, zeros.long(), logprobs - np.log(ratio), advantages
-        _, stats = module.policy_phase_loss(agent, args, *batch, returns=zeros, old_values=zeros)
-        assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_another_environment_and_its_time_limits_and_resuming(tmp_path, monkeypatch):
@@ -187,11 +173,68 @@ def test_stacked_frames_resume_exactly(tmp_path):
     assert same(resume(module, part.run_dir, small=False), tmp_path / "a")
 
 
-def test_use_another_network(tmp_path):
-    module = recipe(tmp_path, "Use another environment", "Use another network", small=False)
-    train(module, tmp_path, **CHEAP_PPG | {"env_id": "Blink-v0", "arch": "dual"})
-    weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
-    assert weights["value_encoder.dense.weight"].shape == (512, 4 * 4 * 64)
+# ---- Algorithms, Check your copy
+
+ONE_UPDATE = TINY_PPG | {"num_minibatches": 1, "num_aux_rollouts": 8}  # a phase
+TITLES = re.findall("^### (.*)", (ROOT / "benchmark" / "RECIPES.md").read_text().split("## Algorithms")[1], re.M)
+
+
+class Recall:
+    """Games of an image that is black or white and two grey ones: the last action must tell which the first was."""
+
+    obs_shape, obs_dtype, num_actions, state_dict = (64, 64, 3), torch.uint8, 2, dict
+    t, cues = 0, np.arange(16) % 2
+
+    def reset(self):
+        images = np.full(16, 99) if self.t % 3 else 255 * self.cues
+        return np.tile(images.astype(np.uint8).reshape(16, 1, 1, 1), self.obs_shape), {}
+
+    def step(self, actions):
+        done = np.full(16, self.t % 3 == 2)
+        rewards = (done & (actions == self.cues)).astype(np.float32)
+        self.t += 1
+        self.cues = torch.randint(2, (16,)).numpy() if done[0] else self.cues
+        return self.reset()[0], rewards, done, np.zeros(16, bool), {}
+
+
+@pytest.mark.parametrize("title", TITLES)
+def test_first_updates_and_resuming(tmp_path, title):
+    """Checks 1 and 3 of "Check your copy"."""
+    module = recipe(tmp_path, title)
+    whole, part = (make_args(module, tmp_path / x, **ONE_UPDATE | {"env_id": "starpilot"}) for x in "ab")
+    rows = read_rows(train_script(module, whole))
+    assert {row["losses/approx_kl"] for row in rows} == {row["losses/aux/kl_loss"] or "0.0" for row in rows} == {"0.0"}
+    interrupt(module, part, 3 * 16 + 5)
+    assert same(resume(module, part.run_dir), tmp_path / "a")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", TITLES)
+def test_two_ranks(tmp_path, title):
+    """Check 4."""
+    (tmp_path / "my_ppg.py").write_text(apply(title, "Check your copy"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "my_ppg.py"]
+    subprocess.run([*torchrun, *as_flags(CHEAP_PPG), "--run-dir", "run"], cwd=tmp_path, check=True)
+
+
+def test_change_the_policy_loss(tmp_path):
+    module = recipe(tmp_path, "Change the policy loss")
+    args = module.Args(**TINY_PPG)
+    agent = module.Agent(args, module.ProcgenVectorEnv)
+    obs, actions = torch.zeros((4, 64, 64, 3), dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])
+    logprobs = module.Categorical(agent(obs).logits).log_prob(actions).detach()
+    for ratio, expected in ((10, (3 - 1.2) / 2), (2, (2 - 1.2) / 2)):  # 10 is cut at 3, 2 is not
+        _, stats = module.policy_loss(agent, args, obs, actions, logprobs - np.log(ratio), advantages)
+        assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_add_memory(tmp_path):
+    module = recipe(tmp_path, "Add memory")
+    module.make_envs = lambda *_: Recall()
+    flags = {"num_envs": 16, "num_aux_rollouts": 16, "e_policy": 4, "e_value": 4, "gamma": 0.9, "learning_rate": 1e-3}
+    rows = train(module, tmp_path, arch="detach", total_timesteps=16 * 16 * 20, **flags)
+    assert np.mean([float(row["charts/episodic_return"]) for row in rows[-4:]]) > 0.9  # without memory, 0.5
 
 
 def test_add_an_intrinsic_reward(tmp_path):
@@ -204,8 +247,27 @@ def test_add_an_intrinsic_reward(tmp_path):
 
 
 def test_add_an_auxiliary_head(tmp_path):
-    module = recipe(tmp_path, "Add an auxiliary head with its own loss")
-    rows = train(module, tmp_path)
+    rows = train(recipe(tmp_path, "Add an auxiliary head with its own loss"), tmp_path)
     assert [float(row["losses/aux/moment_loss"] or -1) >= 0 for row in rows] == [False, True] * 2
-    weights = torch.load(tmp_path / "run" / "agent.pt", weights_only=True)
-    assert weights["second_moment_head.weight"].norm() != pytest.approx(0.1, abs=1e-4)  # it has been trained
+
+
+def test_augment_the_observations(tmp_path):
+    module = recipe(tmp_path, "Augment the observations")
+    rows = torch.arange(64, dtype=torch.uint8).reshape(64, 1, 1).expand(500, 64, 64, 3)  # each pixel: its row
+    shifted = module.translate(rows).int()
+    shifts = shifted[:, 32] - 32
+    assert shifts.unique().tolist() == [*range(-4, 5)] and (shifts == shifts[:, :1]).all()
+    assert torch.equal(shifted, (rows.int() + shifts[:, None]).clamp(0, 63))
+
+
+def test_choose_levels(tmp_path):
+    module = recipe(tmp_path, "Choose levels by their value loss")
+    envs = module.LevelReplay(make_args(module, tmp_path, num_levels=9))
+    envs.scores[:] = torch.arange(9)
+    for _ in range(1000):
+        obs, _, done, _, _ = envs.step(np.zeros(4, np.int64))
+        for e in np.flatnonzero(done):
+            game = module.ProcgenVectorEnv("chaser", 1, start_level=int(envs.levels[e]), num_levels=1)
+            assert np.array_equal(obs[e], game.reset()[0][0])
+    envs.score(np.where(torch.stack(envs.played) == 8, 30, np.random.rand(1000, 4)))
+    assert envs.level_probs()[8] > 0.8
