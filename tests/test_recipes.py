@@ -223,7 +223,7 @@ def test_change_the_policy_loss(tmp_path):
     agent = module.Agent(args, module.ProcgenVectorEnv)
     obs, actions = torch.zeros((4, 64, 64, 3), dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])
-    logprobs = module.Categorical(agent(obs).logits).log_prob(actions).detach()
+    logprobs = module.Policy(agent(obs).logits).log_prob(actions).detach()
     for ratio, expected in ((10, (3 - 1.2) / 2), (2, (2 - 1.2) / 2)):  # 10 is cut at 3, 2 is not
         _, stats = module.policy_loss(agent, args, obs, actions, logprobs - np.log(ratio), advantages)
         assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
