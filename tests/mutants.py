@@ -14,10 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # test file that should notice: (text of a script, which occurs once, and the fault in its place)
 PPG = {
-    "published_code": [
-        ("return x + self.conv1(F.relu(self.conv0(F.relu(x))))", "return x + self.conv1(F.relu(self.conv0(x)))"),
-        ("obs.permute(0, 3, 1, 2) / 255.0", "obs.permute(0, 3, 2, 1) / 255.0"),
-    ],
     "algorithm": [
         ("gamma * values[1:] * nonterminal - values[:-1]", "gamma * values[1:] - values[:-1]"),
         ("nonterminal = 1 - firsts[1:]", "nonterminal = 1 - firsts[:-1]"),
@@ -53,6 +49,8 @@ PPG = {
         ("require(not changed,", "require(True,"),
     ],
     "published_runs": [
+        ("return x + self.conv1(F.relu(self.conv0(F.relu(x))))", "return x + self.conv1(F.relu(self.conv0(x)))"),
+        ("obs.permute(0, 3, 1, 2) / 255.0", "obs.permute(0, 3, 2, 1) / 255.0"),
         ("last_values = agent(", "last_values = 0 * agent("),
         ("targets = advantages + values[:-1]", "targets = advantages"),
         ("firsts[0] = firsts[T]", "pass"),

@@ -1,24 +1,30 @@
 """Train with the published codes, whole runs on real Procgen, and write what they did to published_runs.npz, for
-test_published_runs.py. The folders and the environment are those of published_code.py:
+test_published_runs.py:
 
+    git clone https://github.com/openai/phasic-policy-gradient ppg && git -C ppg checkout 7295473
+    git clone https://github.com/openai/baselines && git -C baselines checkout 9ee399f
+    pip install tensorflow-cpu==2.15.1 "numpy<2" gym==0.26.2 procgen-mirror torch tyro scipy joblib cloudpickle
     python tests/published_runs.py ppg baselines
 
+in an environment of its own with Python 3.11. TensorFlow 2.15 stands in for 1.15, and one process for MPI.
+
 They run as they are, but for this. What is random, apart from the levels, comes from Draws, so that our scripts can
-draw the same. The precision is float64, in a copy of the codes: in float32, rounding grows until actions differ. The
-first weights are those of published_code.py. Where PPO clips the gradient, its norm gets 1e-6 more, as in torch.
+draw the same. The precision is float64, in a copy of the codes: in float32, rounding grows until actions differ.
+Where PPO clips the gradient, its norm gets 1e-6 more, as in torch.
 """
 
 import functools
+import math
 import os
 import shutil
 import sys
 import tempfile
+import types
 from collections import defaultdict
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
-from published_code import shapes_of, stand_in_for_mpi, their_names, to_tensorflow, weights
 
 RESULTS = Path(__file__).with_name("published_runs.npz")
 T, N = 8, 4
@@ -65,6 +71,50 @@ PPO_COLUMNS = {
     "losses/explained_variance": "misc/explained_variance",
     "charts/mean_return_100": "eprewmean",
 }
+
+
+def weights(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+    """Parameters of our shapes, float32: large enough for values and probabilities to differ between observations."""
+    rng = np.random.RandomState(0)  # NumPy keeps its numbers for ever
+    scales = [0.8 / math.prod(x[1:]) ** 0.5 if len(x) > 1 else 0.02 for x in shapes]
+    return [(scale * rng.normal(size=x)).astype(np.float32) for scale, x in zip(scales, shapes, strict=True)]
+
+
+def stand_in_for_mpi() -> None:
+    class Comm:
+        size, rank = 1, 0
+        Get_size, Get_rank = lambda self: 1, lambda self: 0
+        Bcast = Barrier = lambda self, *args, **kwargs: None
+        allgather = gather = lambda self, x, root=0: [x]
+
+        def Allreduce(self, x, out, op=None):
+            out[...] = x
+
+    mpi = types.SimpleNamespace(COMM_WORLD=Comm(), Comm=Comm, SUM=None)
+    sys.modules["mpi4py"] = types.ModuleType("mpi4py")
+    sys.modules["mpi4py"].MPI = sys.modules["mpi4py.MPI"] = mpi
+
+
+def their_names(names: list[str], arch: str) -> list[str]:
+    """What the parameters of our PPG are called in theirs."""
+    modules = {"policy_encoder": "pi_enc.cnn", "value_encoder": "vf_enc.cnn", "policy_head": "pi_head"}
+    modules |= {"aux_value_head": "aux_vf_head", "value_head": "vf_vhead" if arch == "dual" else "pi_vhead"}
+    split = [name.split(".", 1) for name in names]
+    return [f"{modules[module]}.{rest}".replace(".conv.", ".firstconv.") for module, rest in split]
+
+
+def to_tensorflow(x: np.ndarray) -> np.ndarray:
+    """A parameter of our PPO with TensorFlow's axes."""
+    if x.ndim == 4:
+        return x.transpose(2, 3, 1, 0)
+    if x.shape == (256, 2048):  # they flatten (8, 8, 32), we (32, 8, 8)
+        return x.reshape(256, 32, 8, 8).transpose(2, 3, 1, 0).reshape(2048, 256)
+    return x.T
+
+
+def shapes_of(script, **flags) -> dict[str, tuple[int, ...]]:
+    agent = script.Agent(script.Args(**flags), script.ProcgenVectorEnv)
+    return {name: tuple(x.shape) for name, x in agent.named_parameters()}
 
 
 class Draws:

@@ -9,8 +9,7 @@ import pytest
 import tensorflow_habits
 import torch
 from conftest import read_rows, train
-from published_code import weights
-from published_runs import PPG_COLUMNS, PPG_RUNS, PPO_COLUMNS, PPO_RUNS, RESULTS, Draws, N, T, project
+from published_runs import PPG_COLUMNS, PPG_RUNS, PPO_COLUMNS, PPO_RUNS, RESULTS, Draws, N, T, project, weights
 from worker import use_float64
 
 import ppg_procgen
