@@ -38,6 +38,9 @@ PPG = {
         ("layer.weight *= scale /", "layer.weight *= scale + 0 *"),
     ],
     "training": [
+        ("firsts[0] = firsts[T]", "pass"),
+        ('rollout["values"].flatten()', 'rollout["values"].roll(1, 0).flatten()'),
+        ('MAY_CHANGE = {  # what', 'MAY_CHANGE = {"gamma",  # what'),
         ("if args.e_policy == args.e_value:", "if True:"),
         ("gradient_step(agent, args, aux_optimizer,", "gradient_step(agent, args, optimizer,"),
         ("for opt in (optimizer, value_optimizer, aux_optimizer):", "for opt in (optimizer, value_optimizer):"),
@@ -53,7 +56,6 @@ PPG = {
         ("obs.permute(0, 3, 1, 2) / 255.0", "obs.permute(0, 3, 2, 1) / 255.0"),
         ("last_values = agent(", "last_values = 0 * agent("),
         ("targets = advantages + values[:-1]", "targets = advantages"),
-        ("firsts[0] = firsts[T]", "pass"),
         ("(advantages - all_advantages.mean())", "advantages"),
         ("values, firsts, args.gamma", "values, np.roll(firsts, 1, 0), args.gamma"),
         ("x[start : start + N] = batch", "x[:N] = batch"),
@@ -79,6 +81,7 @@ PPG = {
         ("if not math.isfinite(means[prefix + name]):", "if False:"),
     ],
     "evaluation": [
+        ("above = args.start_level + args.num_levels", "above = args.num_levels"),
         ("returns += rewards * playing", "returns += rewards"),
         ("envs.load_state_dict(start)", "pass"),
     ],

@@ -89,10 +89,12 @@ def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
     assert training.levels == {10, 11, 12}
     assert min(test.levels) >= 13
     assert level_seeds(test) == test.first  # where the next evaluation would begin
+    options = {"seed": NUM_LEVELS - 1, "start_level": 13, "num_levels": NUM_LEVELS - 13}
+    assert test.first == level_seeds(ProcgenVectorEnv("bossfight", 4, **options))  # from the first one that is unseen
 
     agent = make_agent(script)
     agent.load_state_dict(torch.load(run_dir / "agent.pt"))
-    envs = ProcgenVectorEnv("bossfight", 4, seed=NUM_LEVELS - 1, start_level=13, num_levels=NUM_LEVELS - 13)
+    envs = ProcgenVectorEnv("bossfight", 4, **options)
     returns, _ = tool.play(script, agent, envs, seed=1)
     assert float(read_rows(run_dir)[-1]["eval/test_return"]) == returns.mean()
 

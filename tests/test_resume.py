@@ -167,7 +167,10 @@ def test_what_could_not_be_read_back_ends_the_run_at_its_first_checkpoint(tmp_pa
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
 
 
-def test_a_run_in_use_is_refused(stopped):
+def test_a_run_in_use_is_refused(stopped, tmp_path):
+    args = make_args(ppg_procgen, tmp_path / "new")
+    with ppg_procgen.open_run(args), pytest.raises(SystemExit, match="new is in use by another process"):
+        ppg_procgen.open_run(args)
     lock = ppg_procgen.open_run(parse(ppg_procgen, "--resume", stopped))
     with lock, pytest.raises(SystemExit, match=f"{stopped} is in use by another process"):
         resume(ppg_procgen, stopped)

@@ -41,11 +41,38 @@ def test_annealing_follows_global_progress(run, monkeypatch):
 
     rates = []
     monkeypatch.setattr(ppg_procgen, "gradient_step", gradient_step)
-    rows = read_rows(run(anneal_lr=True, learning_rate=1e-3, aux_learning_rate=4e-3))
+    rows = read_rows(run(anneal_lr=True, learning_rate=1e-3, aux_learning_rate=4e-3, e_value=2))
     assert [float(row["charts/learning_rate"]) for row in rows] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    phases = [2] * 2 + [4]  # updates: two iterations, an auxiliary phase; then the same
+    phases = [4 + 2] * 2 + [4]  # updates: two iterations of value and policy, an auxiliary phase; then the same
     expected = [[rate] * k for rate, k in zip([1e-3, 7.5e-4, 3e-3, 5e-4, 2.5e-4, 1e-3], phases * 2, strict=True)]
     assert rates == pytest.approx(sum(expected, []))
+
+
+def test_episodes_go_on_across_rollouts(run, script, monkeypatch):
+    """Episodes of four steps, rollouts of six. Only the first episodes are shorter."""
+    monkeypatch.setattr(script, "ProcgenVectorEnv", ProbeEnv)
+    rows = read_rows(run(script, num_steps=6, total_timesteps=4 * 24))
+    assert [float(row["charts/episodic_length"]) for row in rows[1:]] == [4.0] * 3
+
+
+def test_the_first_update_of_an_iteration_sees_what_acted(run, script, monkeypatch):
+    """The old values and probabilities of a sample are those of its observation and action, its advantage is
+    normalized target - old value."""
+
+    def gradient_step(agent, args, optimizer, loss_fn, original=script.gradient_step, **minibatch):
+        if loss_fn is script.policy_and_value_loss:
+            out = agent(minibatch["obs"])
+            logprobs = script.Policy(out.logits).log_prob(minibatch["actions"])
+            errors = [out.values - minibatch["old_values"], logprobs - minibatch["old_logprobs"]]
+            pairs = torch.stack([minibatch["targets"] - minibatch["old_values"], minibatch["advantages"]])
+            seen.append([error.abs().max().item() for error in errors] + [pairs.corrcoef()[0, 1].item()])
+        return original(agent, args, optimizer, loss_fn, **minibatch)
+
+    seen = []
+    monkeypatch.setattr(script, "gradient_step", gradient_step)
+    run(script, small=False, env_id="bossfight", num_steps=32, total_timesteps=2 * 128)
+    updates = seen[:: len(seen) // 2]  # the first of two iterations
+    assert np.allclose(updates, [0, 0, 1], atol=1e-5) and not np.allclose(seen, [0, 0, 1], atol=1e-5)
 
 
 SEEDED = {"dual": {}, "detach": {"arch": "detach", "aux_dtype": "bfloat16"}, "ppo": {"script": ppo_procgen}}
@@ -281,6 +308,14 @@ def test_probe_the_value_function_learns_what_is_to_come(run, monkeypatch):
     rows = read_rows(run(**PROBE, aux_learning_rate=5e-3, e_value=2))
     assert float(rows[-1]["charts/mean_return_100"]) == 4
     assert float(rows[-1]["losses/explained_variance"]) > 0.9
+
+
+def test_observations_of_another_dtype_than_the_declared_end_the_run(run, monkeypatch):
+    """They were truncated, and the run went on."""
+    original = ppg_procgen.ProcgenVectorEnv.reset
+    monkeypatch.setattr(ppg_procgen.ProcgenVectorEnv, "reset", lambda self: (original(self)[0] / np.float32(255), {}))
+    with pytest.raises(TypeError, match="Cannot cast .* from dtype..float32.. to dtype..uint8.."):
+        run()
 
 
 @pytest.mark.parametrize("script, flags", PROBES.values(), ids=PROBES)
