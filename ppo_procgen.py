@@ -733,7 +733,7 @@ def parse_args() -> Args:
     require(record.exists(), f"--resume: {run_dir!r} is not a run folder")
     script = Path(run_dir, Path(__file__).name)
     is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
-    require(is_same, f"not the script of {run_dir}: run {script}, or copy yours over it")
+    require(is_same, f"not the script of {run_dir}: run the one in it, or put yours in its place")
     saved = json.loads(record.read_text())["args"] | {"resume": run_dir, "run_dir": run_dir}
     flags = {x.name: saved[x.name] for x in fields(Args) if x.name in saved}
     args = tyro.cli(Args, default=Args(**flags))
