@@ -78,8 +78,8 @@ def level_range(name: str, run: dict) -> range:
     if bounds := re.fullmatch(r"(\d+):(\d+)", name):
         sets[name] = range(int(bounds[1]), int(bounds[2]))
     levels = sets.get(name, range(0))
-    hint = f"train, test (if there are unseen levels), all, or A:B with A < B <= {NUM_LEVELS}"
-    require(levels.start < levels.stop <= NUM_LEVELS, f"--levels {name}: no such levels; use {hint}")
+    hint = f"no such levels; use train, test (if there are unseen levels), all, or A:B with A < B <= {NUM_LEVELS}"
+    require(levels.start < levels.stop <= NUM_LEVELS, f"--levels {name}: {hint}")
     return levels
 
 

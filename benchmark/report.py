@@ -40,9 +40,8 @@ SETTING = ["distribution_mode", "num_levels"]
 RETURNS = {"charts/mean_return_100": "", "eval/test_return": UNSEEN}  # columns of metrics.csv
 # Flags that make no other group: they tell its runs apart, follow from other flags, or may change within a run. Among
 # the last is aux_dtype, which "auto" takes from the hardware: compare precisions by --exp-name.
-SAME_GROUP = {"env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", *SETTING}
-SAME_GROUP |= {"device", "batch_size", "num_iterations", "num_phases", "max_chunk", "num_env_threads"}
-SAME_GROUP |= ppg_procgen.MAY_CHANGE
+SAME_GROUP = {"env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", "device", *SETTING}
+SAME_GROUP |= {"batch_size", "num_iterations", "num_phases", "max_chunk", "num_env_threads", *ppg_procgen.MAY_CHANGE}
 
 CURVE_CAPTION = "Mean return of the last 100 episodes: mean over seeds ± one standard deviation."
 STEP_TEXT = (
