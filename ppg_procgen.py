@@ -37,7 +37,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -87,7 +86,7 @@ class Args:
     compile: bool = True  # on a GPU: torch.compile the networks
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
-    chunk_size: int = 0  # observations of a forward pass; 0: 512 on CPUs, 16384 on GPUs
+    chunk_size: int = 0  # observations in a pass; 0: 512 on CPUs, 16384 on GPUs
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
     wandb_entity: str | None = None  # W&B team
@@ -116,7 +115,7 @@ class Args:
     # dual: two networks; detach: one, its value head reads detached features; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: policy iterations before an auxiliary phase
+    n_iteration: int = 32  # N_pi: policy iterations before an auxiliary phase; short runs: 8
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's learning rate in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi], the behavioral cloning loss
@@ -174,7 +173,7 @@ class ImpalaCNN(nn.Module):
         self.dense = normalized_init(nn.Linear(size, self.num_features), 1.4)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        x = obs.permute(0, 3, 1, 2) / 255.0  # NHWC in memory, so channels_last costs no copy
+        x = obs.permute(0, 3, 1, 2) / 255.0  # NHWC in memory: channels_last costs no copy
         x = F.relu(self.stacks(x)).flatten(1)
         return F.relu(self.dense(x))
 
@@ -394,7 +393,7 @@ def train(args: Args, state: dict) -> None:
     # The paper's buffer B, rollouts first. To store more, add its name in batch
     capacity = args.n_iteration * N if args.num_phases > 0 else 0
     aux_device = device if args.aux_device == "cuda" else "cpu"
-    buffer = {"targets": torch.zeros((capacity, T), device=aux_device)}
+    buffer = {"targets": torch.empty((capacity, T), device=aux_device)}
     buffer["obs"] = torch.empty((capacity, T, *envs.obs_shape), dtype=obs.dtype, device=aux_device)
 
     # Start, or continue from the checkpoint
@@ -811,8 +810,9 @@ def restore_checkpoint(args: Args, state: dict, shared: dict) -> dict:
 
 
 def settle(args: Args) -> None:
-    """Check the arguments, derive others, choose what is automatic."""
-    for name in ["num_envs", "num_steps", "num_minibatches", "e_policy", "n_iteration"]:
+    """Check the arguments, derive others."""
+    counts = ["num_envs", "num_steps", "num_minibatches", "e_policy", "n_iteration"]
+    for name in [*counts, "num_aux_rollouts"]:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
     for name in ["start_level", "num_levels", "chunk_size", "e_value"]:
         require(getattr(args, name) >= 0, f"{name} cannot be negative")
@@ -885,7 +885,7 @@ def open_run(args: Args) -> TextIO:
     if args.resume is None:
         leftovers = {"lock", Path(__file__).name, "args.json.tmp"}  # of a start that was killed
         require({x.name for x in folder.iterdir()} <= leftovers, f"{folder} is not empty")
-        shutil.copy(__file__, folder)
+        (folder / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
         git = "git -c 'safe.directory=*' describe --always --dirty --abbrev=40 '--exclude=*'"
         where = Path(__file__).resolve().parent
         result = subprocess.run(git, shell=True, cwd=where, capture_output=True, text=True)
@@ -909,8 +909,9 @@ def main(args: Args) -> None:
         print(f"{args.run_dir}: {plan}, on {args.device}")
         if args.aux_dtype == "bfloat16" and not has_fast_bfloat16(args.device):
             print("bfloat16 is slow on this machine: --aux-dtype float32")
-        command = ["python", sys.argv[0], "--resume", args.run_dir]
-        print("To resume:", shlex.join(command), flush=True)
+        starter = "python" if NUM_RANKS == 1 else "torchrun ..."
+        command = shlex.join([sys.argv[0], "--resume", args.run_dir])
+        print(f"To resume: {starter} {command}", flush=True)
         if state["iteration"] < args.num_iterations:
             train(args, state)
     print(f"{args.run_dir} is finished")

@@ -12,7 +12,7 @@
 
     python ppo_procgen.py --env-id starpilot
 
-Sections 2 to 4 are the algorithm, as in ppg_procgen.py where the two agree. M: samples of a
+Sections 2 to 4 are the algorithm, as in ppg_procgen.py where both agree. M: samples of a
 minibatch, A: actions. Departures from openai/train-procgen: torch's Adam and pooling; TF32 where
 possible (off: --no-tf32); with several ranks, one normalization of rewards.
 """
@@ -27,7 +27,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -78,7 +77,7 @@ class Args:
     compile: bool = True  # on a GPU: torch.compile the networks
     cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
     tf32: bool = True  # on a GPU: use TensorFloat-32
-    chunk_size: int = 0  # observations of a forward pass; 0: 512 on CPUs, 16384 on GPUs
+    chunk_size: int = 0  # observations in a pass; 0: 512 on CPUs, 16384 on GPUs
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
     wandb_entity: str | None = None  # W&B team
@@ -142,7 +141,7 @@ class ImpalaCNN(nn.Module):
         self.dense = nn.Linear(size, self.num_features)
 
     def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        x = obs.permute(0, 3, 1, 2) / 255.0  # NHWC in memory, so channels_last costs no copy
+        x = obs.permute(0, 3, 1, 2) / 255.0  # NHWC in memory: channels_last costs no copy
         x = F.relu(self.stacks(x)).flatten(1)
         return F.relu(self.dense(x))
 
@@ -153,7 +152,7 @@ class Outputs(NamedTuple):  # None: not computed
 
 
 class Agent(nn.Module):
-    """Policy head and value head on one encoder, initialized as openai/train-procgen does."""
+    """Policy and value head on one encoder, initialized as openai/train-procgen does."""
 
     def __init__(self, args: Args, envs: "ProcgenVectorEnv") -> None:
         super().__init__()
@@ -448,7 +447,7 @@ def make_envs(args: Args, seed: int, start_level: int, num_levels: int) -> Procg
 
 class RewardNormalizer(nn.Module):  # for its state_dict; stays on the CPU
     """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}, step
-    by step as baselines' VecNormalize: it starts small, so the first rewards count for more."""
+    by step as baselines' VecNormalize: the first rewards count for more."""
 
     def __init__(self, num_envs: int, gamma: float) -> None:
         super().__init__()
@@ -681,14 +680,9 @@ def restore_checkpoint(args: Args, state: dict, shared: dict) -> dict:
 
 
 def settle(args: Args) -> None:
-    """Check the arguments, derive others, choose what is automatic."""
-    for name in [
-        "num_envs",
-        "num_steps",
-        "update_epochs",
-        "num_minibatches",
-        "checkpoint_interval",
-    ]:
+    """Check the arguments, derive others."""
+    counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs"]
+    for name in [*counts, "checkpoint_interval"]:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
     for name in ["start_level", "num_levels", "chunk_size"]:
         require(getattr(args, name) >= 0, f"{name} cannot be negative")
@@ -756,7 +750,7 @@ def open_run(args: Args) -> TextIO:
     if args.resume is None:
         leftovers = {"lock", Path(__file__).name, "args.json.tmp"}  # of a start that was killed
         require({x.name for x in folder.iterdir()} <= leftovers, f"{folder} is not empty")
-        shutil.copy(__file__, folder)
+        (folder / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
         git = "git -c 'safe.directory=*' describe --always --dirty --abbrev=40 '--exclude=*'"
         where = Path(__file__).resolve().parent
         result = subprocess.run(git, shell=True, cwd=where, capture_output=True, text=True)
@@ -777,8 +771,9 @@ def main(args: Args) -> None:
         if (checkpoint := Path(args.run_dir, "checkpoint.pt")).exists():
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         print(f"{args.run_dir}: {args.num_iterations} iterations, on {args.device}")
-        command = ["python", sys.argv[0], "--resume", args.run_dir]
-        print("To resume:", shlex.join(command), flush=True)
+        starter = "python" if NUM_RANKS == 1 else "torchrun ..."
+        command = shlex.join([sys.argv[0], "--resume", args.run_dir])
+        print(f"To resume: {starter} {command}", flush=True)
         if state["iteration"] < args.num_iterations:
             train(args, state)
     print(f"{args.run_dir} is finished")

@@ -27,8 +27,7 @@ from tbparse import SummaryReader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs from any folder, with nothing installed
 import ppg_procgen  # noqa: E402
-from benchmark import pictures  # noqa: E402
-from benchmark.pictures import CURVE, MIN_SEEDS, UNSEEN, draw_curves, draw_profiles, in_order, picture  # noqa: E402
+from benchmark.pictures import CURVE, MIN_SEEDS, UNSEEN, draw_curves, draw_n_pi, draw_profiles, in_order, picture  # noqa: E402
 from benchmark.ranges import RANGES  # noqa: E402
 
 # Everything works on one long table, `curves`, one row a point: own (ours or published), group, distribution_mode,
@@ -93,8 +92,10 @@ def read_runs(folder: Path) -> list[tuple[str, dict, pd.DataFrame]]:
     if not (folder / "args.json").exists():
         return [read_events(folder)]
     record = json.loads((folder / "args.json").read_text())
-    [file] = folder.glob("metrics.csv*")
-    rows = pd.read_csv(file)
+    files = [folder / name for name in ("metrics.csv", "metrics.csv.gz") if (folder / name).exists()]
+    if not files:
+        raise ValueError("no metrics.csv yet: its first checkpoint is still to come")
+    rows = pd.read_csv(files[0])
     if "run" in rows:
         return [(f"{folder}/{run}", record[run]["args"], table) for run, table in rows.groupby("run")]
     return [(str(folder), record["args"], rows)]
@@ -329,7 +330,7 @@ def main(args: Args) -> None:
     require(len(runs) > 0 or args.figure2 or args.n_pi, "\n".join([no_runs, *notes]))
     args.out.mkdir(parents=True, exist_ok=True)
     if args.n_pi:
-        picture(pictures.draw_n_pi(published_scores()), args.out / "n_pi", "")
+        picture(draw_n_pi(published_scores()), args.out / "n_pi", "")
     elif args.figure2:
         own = curves[(curves[SETTING] == ("hard", 0)).all(axis=1)]
         paper = references[references.source == "openai/phasic-policy-gradient"]
