@@ -299,7 +299,7 @@ def train(args: Args, state: dict) -> None:
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
     compile_encoders(agent, args)
 
-    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph would keep a number
+    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph keeps numbers
     params = agent.parameters()
     optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 

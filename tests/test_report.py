@@ -178,6 +178,14 @@ def test_broken_runs_are_named_and_do_not_stop_the_others(tmp_path, page):
         page(tmp_path, tmp_path / "misspelt")
 
 
+def test_runs_while_and_before_their_first_checkpoint_is_written(tmp_path, page):
+    (write_run(tmp_path) / "metrics.csv.tmp").touch()
+    (write_run(tmp_path, seed=2) / "metrics.csv").unlink()
+    _, printed = page(tmp_path)
+    assert printed.count("left out") == 1 and "starpilot__ppg_procgen__2: left out" in printed
+    assert "its first checkpoint is still to come" in printed
+
+
 def test_early_ends_and_repeats_are_said(tmp_path, page):
     write_run(tmp_path, "maze", seed=1)
     write_run(tmp_path, "maze", seed=2, num_rows=30, total_timesteps=100 * BATCH)
