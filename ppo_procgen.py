@@ -225,7 +225,7 @@ def cuda_graph(function: Callable) -> Callable:
 # and numbers keep their value; a flag that changes ends the run. To debug: --no-cuda-graphs.
 @cuda_graph
 @torch.no_grad()
-def act(agent, args, *, obs: torch.Tensor) -> dict[str, torch.Tensor]:
+def act(agent, args, *, obs) -> dict:
     """A step of the policy. The loop stores all that it returns, each (N, ...)."""
     out = agent(obs)
     pi = Policy(out.logits)
@@ -262,7 +262,7 @@ def policy_and_value_loss(agent, args, obs, actions, old_logprobs, advantages, t
 
 
 @cuda_graph
-def gradient_step(agent, args, optimizer, loss_fn: Callable, **minibatch: torch.Tensor) -> dict:
+def gradient_step(agent, args, optimizer, loss_fn: Callable, **minibatch) -> dict:
     """One optimizer step on loss_fn's mean over the minibatches of all ranks, in chunks to save
     memory. Returns means of its statistics on the device, so it does not wait for the GPU."""
     optimizer.zero_grad()  # else the last phase's gradients would be part of this step
@@ -551,7 +551,7 @@ class CudaGraph:
         self.args = fixed[1]
         self.num_calls = 0
 
-    def __call__(self, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    def __call__(self, **inputs: torch.Tensor) -> dict:
         self.num_calls += 1
         if self.num_calls < 4:
             return self.function(**inputs)
