@@ -87,6 +87,20 @@ def test_one_million_steps(env_id, seeds):
         assert seeds_of_ppo[k] == published(env_id, iterations)[::2]
 
 
+def test_phases_of_eight_iterations():
+    """The published runs' last block ends an iteration later than ours."""
+    for name, cells in table("updates, phases of 8"):
+        env_id, kind = name.split(", ", 1)
+        ppos = {"starpilot": ["ppo_starpilot_1", "ppo_starpilot_2"], "fruitbot": ["ppo_fruitbot_7", "ppo_fruitbot_8"]}
+        names = {"PPG, N_π 8": [f"ppg_n8_{env_id}_1"], "PPG, N_π 32": [f"ppg_detach_{env_id}_1"], "PPO": ppos[env_id]}
+        for cell, iterations in zip(cells, [slice(1, 16), slice(17, 32), slice(33, 47)], strict=True):
+            if kind == "published PPO":
+                assert cell == published(env_id, iterations)[::2]
+            else:
+                means = [run(folder).loc[iterations, RETURN].mean() for folder in names[kind]]
+                assert cell == [f"{x:.2f}" for x in sorted(means)]
+
+
 def test_n_pi():
     scores = report.published_scores().groupby(["setting", "iterations"]).score.agg(["min", "max", "count"])
     for name, cells in table("setting | 64", GUIDE):
