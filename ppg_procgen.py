@@ -37,6 +37,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Annotated, Literal, NamedTuple, TextIO
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback
 
 import numpy as np
 import torch
@@ -130,7 +134,7 @@ class Args:
 
 # ---- 2 Networks ----
 @torch.no_grad()
-def normalized_init(layer: nn.Conv2d | nn.Linear, scale: float) -> nn.Conv2d | nn.Linear:
+def normalized_init(layer: nn.Module, scale: float) -> nn.Module:
     """[PPG-1] Rescale the weights of each output unit to an L2 norm of scale. Biases are 0."""
     dims = tuple(range(1, layer.weight.dim()))
     layer.weight *= scale / torch.linalg.vector_norm(layer.weight, dim=dims, keepdim=True)
@@ -398,7 +402,7 @@ def train(args: Args, state: dict) -> None:
 
     # Start, or continue from the checkpoint
     if NUM_RANKS > 1:
-        torch.manual_seed(rank_seed)  # from here on, random numbers differ by rank
+        torch.manual_seed(rank_seed)  # from here on, draws differ by rank
     shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
     shared.update(optimizer=optimizer, value_optimizer=value_optimizer, aux_optimizer=aux_optimizer)
     if state["iteration"] > 0:
@@ -410,7 +414,7 @@ def train(args: Args, state: dict) -> None:
     if args.eval_interval > 0 and RANK == 0:
         above = args.start_level + args.num_levels  # the first level not in training
         eval_envs = make_envs(args, NUM_LEVELS - args.seed, above, NUM_LEVELS - above)
-    next_obs, _ = envs.reset()  # Procgen: the present observations, restored or new
+    next_obs, _ = envs.reset()  # Procgen: present observations, restored or new
 
     for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
         row = {"iteration": iteration, "global_step": iteration * args.batch_size * NUM_RANKS}
@@ -486,10 +490,10 @@ def train(args: Args, state: dict) -> None:
         if capacity > 0 and iteration % args.n_iteration == 0:
             aux_start = time.monotonic()
             # Compute and store current policy pi_old (not the one that acted) for all states in B
-            chunks = buffer["obs"].flatten(0, 1).split(args.max_chunk)
+            parts = buffer["obs"].flatten(0, 1).split(args.max_chunk)
             with torch.no_grad():
-                outs = [aux_forward(agent, args, x.to(device), value=False) for x in chunks]
-            pi_old = torch.cat([out.logits for out in outs]).unflatten(0, (-1, T))
+                logits = [aux_forward(agent, args, x.to(device), value=False).logits for x in parts]
+            pi_old = torch.cat(logits).unflatten(0, (-1, T))
             data = buffer | {"pi_old": pi_old.to(aux_device)}
 
             # Optimize L_joint wrt theta_pi and L_value wrt theta_V for E_aux epochs
@@ -596,7 +600,7 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
         self.register_buffer("last_returns", torch.full((100,), math.nan, dtype=torch.float64))
         self.register_buffer("totals", torch.zeros((2, num_envs), dtype=torch.float64))
 
-    def update(self, rewards: np.ndarray, firsts: np.ndarray) -> dict[str, float]:
+    def update(self, rewards: np.ndarray, firsts: np.ndarray) -> dict:
         """Means over the episodes that end in these steps, and over the last 100, or nan."""
         totals = self.totals.numpy()  # a view
         finished = [np.empty((2, 0))]
@@ -741,6 +745,7 @@ class Logger:
         if args.track:
             import wandb
 
+            signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # W&B sends its last rows
             where = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             where.update(name=Path(args.run_dir).name, dir=args.run_dir)
             self.wandb = wandb.init(resume="auto", config=vars(args), **where)
@@ -832,9 +837,8 @@ def settle(args: Args) -> None:
     rollouts = args.n_iteration * args.num_envs
     require(rollouts % args.num_aux_rollouts == 0, f"num_aux_rollouts must divide {rollouts}")
     args.num_phases = args.num_iterations // args.n_iteration if args.e_auxiliary > 0 else 0
-    if not args.run_dir:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}"
-        args.run_dir = time.strftime(f"runs/{name}__%Y%m%d-%H%M%S")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}"
+    args.run_dir = args.run_dir or time.strftime(f"runs/{name}__%Y%m%d-%H%M%S")
     args.max_chunk = args.chunk_size or (16_384 if on_gpu else 512)
     args.num_env_threads = args.env_threads
     if args.env_threads < 0:
@@ -891,7 +895,7 @@ def open_run(args: Args) -> TextIO:
         result = subprocess.run(git, shell=True, cwd=where, capture_output=True, text=True)
         about = {"args": vars(args), "command": shlex.join(sys.orig_argv)}
         about.update(commit=result.stdout.strip(), date=time.strftime("%FT%T%z"))
-        about.update(python=sys.version.split()[0], torch=torch.__version__)
+        about.update(python=sys.version, torch=torch.__version__)
         about["gpu"] = torch.cuda.get_device_name() if args.device != "cpu" else None
         with whole_file(folder / "args.json", "w") as file:
             json.dump(about, file, indent=2)
@@ -918,7 +922,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main(parse_args())

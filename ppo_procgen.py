@@ -27,6 +27,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Literal, NamedTuple, TextIO
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback
 
 import numpy as np
 import torch
@@ -314,7 +318,7 @@ def train(args: Args, state: dict) -> None:
 
     # Start, or continue from the checkpoint
     if NUM_RANKS > 1:
-        torch.manual_seed(rank_seed)  # from here on, random numbers differ by rank
+        torch.manual_seed(rank_seed)  # from here on, draws differ by rank
     shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
     shared["optimizer"] = optimizer
     if state["iteration"] > 0:
@@ -326,7 +330,7 @@ def train(args: Args, state: dict) -> None:
     if args.eval_interval > 0 and RANK == 0:
         above = args.start_level + args.num_levels  # the first level not in training
         eval_envs = make_envs(args, NUM_LEVELS - args.seed, above, NUM_LEVELS - above)
-    next_obs, _ = envs.reset()  # Procgen: the present observations, restored or new
+    next_obs, _ = envs.reset()  # Procgen: present observations, restored or new
 
     for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
         row = {"iteration": iteration, "global_step": iteration * args.batch_size * NUM_RANKS}
@@ -457,8 +461,7 @@ class RewardNormalizer(nn.Module):  # for its state_dict; stays on the CPU
         self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
 
     def forward(self, rewards, all_rewards, all_firsts) -> np.ndarray:
-        """This rank's rewards (T, N), each step normalized by all ranks' R_t so far; clipped to
-        [-10, 10]."""
+        """This rank's rewards (T, N), each step normalized by all ranks' R_t until then."""
         sums = self.sums.numpy()  # views: in-place changes reach the buffers
         moments = self.moments.numpy()
         deviations = np.empty((len(rewards), 1), rewards.dtype)
@@ -480,7 +483,7 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
         self.register_buffer("last_returns", torch.full((100,), math.nan, dtype=torch.float64))
         self.register_buffer("totals", torch.zeros((2, num_envs), dtype=torch.float64))
 
-    def update(self, rewards: np.ndarray, firsts: np.ndarray) -> dict[str, float]:
+    def update(self, rewards: np.ndarray, firsts: np.ndarray) -> dict:
         """Means over the episodes that end in these steps, and over the last 100, or nan."""
         totals = self.totals.numpy()  # a view
         finished = [np.empty((2, 0))]
@@ -611,6 +614,7 @@ class Logger:
         if args.track:
             import wandb
 
+            signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # W&B sends its last rows
             where = {"project": args.wandb_project_name, "entity": args.wandb_entity}
             where.update(name=Path(args.run_dir).name, dir=args.run_dir)
             self.wandb = wandb.init(resume="auto", config=vars(args), **where)
@@ -699,9 +703,8 @@ def settle(args: Args) -> None:
     require(args.num_iterations > 0, f"total_timesteps must be at least {samples}")
     remainder = args.batch_size % args.num_minibatches
     require(remainder == 0, f"num_minibatches must divide {args.batch_size} samples")
-    if not args.run_dir:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}"
-        args.run_dir = time.strftime(f"runs/{name}__%Y%m%d-%H%M%S")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}"
+    args.run_dir = args.run_dir or time.strftime(f"runs/{name}__%Y%m%d-%H%M%S")
     args.max_chunk = args.chunk_size or (16_384 if on_gpu else 512)
     args.num_env_threads = args.env_threads
     if args.env_threads < 0:
@@ -756,7 +759,7 @@ def open_run(args: Args) -> TextIO:
         result = subprocess.run(git, shell=True, cwd=where, capture_output=True, text=True)
         about = {"args": vars(args), "command": shlex.join(sys.orig_argv)}
         about.update(commit=result.stdout.strip(), date=time.strftime("%FT%T%z"))
-        about.update(python=sys.version.split()[0], torch=torch.__version__)
+        about.update(python=sys.version, torch=torch.__version__)
         about["gpu"] = torch.cuda.get_device_name() if args.device != "cpu" else None
         with whole_file(folder / "args.json", "w") as file:
             json.dump(about, file, indent=2)
@@ -780,7 +783,4 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main(parse_args())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    main(parse_args())

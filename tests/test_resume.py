@@ -8,6 +8,8 @@ import random
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -119,12 +121,19 @@ def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks, second
 def test_ctrl_c_and_the_command_that_resumes(tmp_path, trained, start):
     run_dir, kill = tmp_path / "a run", {"target": "gradient_step", "k": 12, "number": signal.SIGINT}
     result = start(ppg_procgen, {"kill": kill}, *as_flags(TINY_PPG | {"run_dir": run_dir})).end()
-    assert result.returncode == 130 and result.stderr == ""
+    assert result.returncode == -signal.SIGINT and result.stderr == ""  # 130 in a shell
     [line] = [line for line in result.stdout.splitlines() if line.startswith("To resume")]
     assert line == f"To resume: python ppg_procgen.py --resume '{run_dir}'"
     age(run_dir)
     resume(ppg_procgen, shlex.split(line)[-1])
     check_same(run_dir, trained())
+
+
+def test_ctrl_c_during_the_imports(tmp_path, script):
+    (tmp_path / "numpy.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, script.__file__], env=environment, capture_output=True)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, b"", b"")
 
 
 def test_a_finished_run_says_so_and_does_nothing(trained, capsys):

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -231,7 +232,11 @@ def test_weights_and_biases_offline(run, monkeypatch):
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    before = signal.getsignal(signal.SIGINT)
     run_dir = run(ppo_procgen, track=True)
+    with pytest.raises(SystemExit, match="130"):  # an exit of Python, for which W&B keeps its last rows
+        signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
     wandb.finish()
     (history,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     wait_for(lambda: history.read_bytes().count(b"losses/policy_loss") >= 8)  # each iteration: history and summary
@@ -278,8 +283,8 @@ def test_inline_metadata_is_what_the_project_needs(script):
 
 
 class ProbeEnv:
-    """Episodes of four steps of reward 1 whose step the observation shows; with choice, a reward only where the action
-    tells black from white."""
+    """Episodes of four steps of reward 1 whose step the observation shows; every second environment has a time limit.
+    With choice, a reward only where the action tells black from white."""
 
     obs_shape, obs_dtype, num_actions, choice = (64, 64, 3), torch.uint8, 2, False
 
@@ -293,8 +298,8 @@ class ProbeEnv:
     def step(self, actions):
         rewards = (actions == self.shade if self.choice else np.ones(self.num_envs)).astype(np.float32)
         self.t = (self.t + 1) % 4
-        ended = self.t == 0
-        return self.reset()[0], rewards, ended, np.zeros_like(ended), {}
+        ended, limited = self.t == 0, np.arange(self.num_envs) % 2 == 1
+        return self.reset()[0], rewards, ended & ~limited, ended & limited, {}
 
     def state_dict(self):
         return {}

@@ -153,10 +153,9 @@ def begin(files: list[Path], environment: dict[str, str], name: str, options: di
         install_kill(script, setattr, **kill)
     sys.argv = [f"{name}.py", *flags]
     sys.orig_argv = ["python", *sys.argv]  # as if it had been started so
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the scripts do
     try:
         script.main(script.parse_args())
-    except KeyboardInterrupt:  # as the last lines of the scripts
-        sys.exit(130)
     finally:
         if record is not None:
             torch.save(record, f"{options['record']}{script.RANK}.pt")
