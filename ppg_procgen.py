@@ -22,7 +22,7 @@ After N_pi iterations, the auxiliary phase
 
 Sections 2 to 4 are the algorithm. A rollout is T steps of one environment. M: samples of a
 minibatch, A: actions, [PPG-k]: see benchmark/GUIDE.md. Linux; B takes 6.4 GB of memory; from Python
-3.13 on, six games have a few other pixels. Departures from the authors' code: bfloat16 in the
+3.13 on, in six games a few pixels differ. Departures from the authors' code: bfloat16 in the
 auxiliary phase and TF32, where the hardware has them (off: --aux-dtype float32 --no-tf32);
 minibatches of single steps in the policy phase; 64 environments on easy levels.
 """
@@ -320,7 +320,7 @@ def policy_and_value_loss(agent, args, **minibatch):
     return pi_loss + v_loss, pi_stats | v_stats
 
 
-def aux_forward(agent, args, obs: torch.Tensor, value: bool = True) -> Outputs:
+def aux_forward(agent, args, obs, value: bool = True) -> Outputs:
     """The agent in the auxiliary phase's precision, its outputs in float32."""
     is_bfloat16 = args.aux_dtype == "bfloat16"
     # no autocast cache: it would freeze the bfloat16 copy of the weights in a CUDA graph
@@ -333,6 +333,7 @@ def aux_loss(agent, args, obs, pi_old, targets, **unused):
     """L_joint + L_value over full rollouts, and statistics to log. pi_old: the logits (M, A) of the
     policy as the phase began. targets: (M,), those of the policy phase."""
     out = aux_forward(agent, args, obs)
+    assert out.aux_values.shape == targets.shape
     kl_loss = Policy(pi_old).kl_to(Policy(out.logits)).mean()
     aux_value_loss = 0.5 * (out.aux_values - targets).square().mean()
     v_loss = 0.5 * (out.values - targets).square().mean()
@@ -397,7 +398,7 @@ def train(args: Args, state: dict) -> None:
     # The paper's buffer B, rollouts first. To store more, add its name in batch
     capacity = args.n_iteration * N if args.num_phases > 0 else 0
     aux_device = device if args.aux_device == "cuda" else "cpu"
-    buffer = {"targets": torch.empty((capacity, T), device=aux_device)}
+    buffer = {"targets": torch.full((capacity, T), math.nan, device=aux_device)}
     buffer["obs"] = torch.empty((capacity, T, *envs.obs_shape), dtype=obs.dtype, device=aux_device)
 
     # Start, or continue from the checkpoint
@@ -421,7 +422,7 @@ def train(args: Args, state: dict) -> None:
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         for opt in (optimizer, value_optimizer, aux_optimizer):
             group = opt.param_groups[0]
-            group["lr"].fill_(lr_fraction * group["initial_lr"])
+            group["lr"].fill_(lr_fraction * group["initial_lr"])  # in place, for CUDA graphs
         row["charts/learning_rate"] = lr_fraction * args.learning_rate
 
         # ==== Policy phase: perform rollouts under current policy pi ====
@@ -454,12 +455,12 @@ def train(args: Args, state: dict) -> None:
         all_targets = np.concatenate(all_ranks(targets))
         row["losses/explained_variance"] = 1 - all_advantages.var() / all_targets.var()
         # [PPG-4] normalized over the whole batch
-        advantages = (advantages - all_advantages.mean()) / (all_advantages.std() + 1e-8)
+        normalized = (advantages - all_advantages.mean()) / (all_advantages.std() + 1e-8)
         batch = {
             "obs": obs.flatten(0, 1),  # (T * N, ...), like all below
             "actions": rollout["actions"].flatten(0, 1),
             "old_logprobs": rollout["logprobs"].flatten(),
-            "advantages": torch.from_numpy(advantages).flatten().to(device),
+            "advantages": torch.from_numpy(normalized).flatten().to(device),
             "targets": torch.from_numpy(targets).flatten().to(device),
             "old_values": rollout["values"].flatten(),
         }
@@ -514,7 +515,7 @@ def train(args: Args, state: dict) -> None:
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
         if RANK == 0:
             logger.log(row)
-        if is_last or iteration % args.n_iteration == 0:  # B has been used, it needs no saving
+        if is_last or iteration % args.n_iteration == 0:  # only here: B is not saved
             state["iteration"] = iteration
             rank_state = {"envs": envs.state_dict(), "firsts": firsts[T].tolist()}
             save_checkpoint(args, state, shared, rank_state)
@@ -618,7 +619,7 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
 
 
 @torch.no_grad()
-def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
+def evaluate(agent: Agent, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
     """The raw return of one episode in each environment, (num_envs,): counting all would favor
     short ones. Leaves envs as they were."""
     device = next(agent.parameters()).device
@@ -638,7 +639,7 @@ def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
 
 
 # ---- 6 Speed and ranks ----
-def make_optimizer(agent: nn.Module, learning_rate: float) -> torch.optim.Adam:
+def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
     """[PPG-2] Adam with epsilon 1e-8. lr is a tensor, because a CUDA graph would keep a number."""
     lr = torch.tensor(learning_rate, device=agent.policy_head.weight.device)
     group = {"params": agent.parameters(), "initial_lr": learning_rate}
@@ -666,7 +667,7 @@ def set_up_device(args: Args) -> None:
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def compile_encoders(agent: nn.Module, args: Args) -> None:
+def compile_encoders(agent: Agent, args: Args) -> None:
     """On a GPU, compile all parts of the agent but its heads, which are linear layers."""
     torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
     if torch.__version__ < (2, 13):  # else it can hang at exit (pytorch #162199)
@@ -700,7 +701,7 @@ class CudaGraph:
         for name, old in self.flags.items():
             if (new := getattr(self.args, name)) != old:
                 change = f"{name} changed from {old} to {new} after a CUDA graph was captured"
-                raise RuntimeError(f"{change}: pass it as a tensor, or --no-cuda-graphs")
+                raise RuntimeError(f"{change}: pass it in the minibatch, or --no-cuda-graphs")
         for name, x in inputs.items():
             self.inputs[name].copy_(x)
         self.graph.replay()
@@ -724,7 +725,7 @@ def all_ranks(x) -> list:
     return everyone
 
 
-def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
+def mean_stats(updates: list[dict], prefix: str) -> dict:
     """Means over updates and ranks. One that is not finite ends the run."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
@@ -913,9 +914,8 @@ def main(args: Args) -> None:
         print(f"{args.run_dir}: {plan}, on {args.device}")
         if args.aux_dtype == "bfloat16" and not has_fast_bfloat16(args.device):
             print("bfloat16 is slow on this machine: --aux-dtype float32")
-        starter = "python" if NUM_RANKS == 1 else "torchrun ..."
         command = shlex.join([sys.argv[0], "--resume", args.run_dir])
-        print(f"To resume: {starter} {command}", flush=True)
+        print("To resume:", "python" if NUM_RANKS == 1 else "torchrun ...", command, flush=True)
         if state["iteration"] < args.num_iterations:
             train(args, state)
     print(f"{args.run_dir} is finished")

@@ -501,7 +501,7 @@ class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
 
 
 @torch.no_grad()
-def evaluate(agent: nn.Module, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
+def evaluate(agent: Agent, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
     """The raw return of one episode in each environment, (num_envs,): counting all would favor
     short ones. Leaves envs as they were."""
     device = next(agent.parameters()).device
@@ -535,7 +535,7 @@ def set_up_device(args: Args) -> None:
             libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def compile_encoders(agent: nn.Module, args: Args) -> None:
+def compile_encoders(agent: Agent, args: Args) -> None:
     """On a GPU, compile all parts of the agent but its heads, which are linear layers."""
     torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
     if torch.__version__ < (2, 13):  # else it can hang at exit (pytorch #162199)
@@ -569,7 +569,7 @@ class CudaGraph:
         for name, old in self.flags.items():
             if (new := getattr(self.args, name)) != old:
                 change = f"{name} changed from {old} to {new} after a CUDA graph was captured"
-                raise RuntimeError(f"{change}: pass it as a tensor, or --no-cuda-graphs")
+                raise RuntimeError(f"{change}: pass it in the minibatch, or --no-cuda-graphs")
         for name, x in inputs.items():
             self.inputs[name].copy_(x)
         self.graph.replay()
@@ -593,7 +593,7 @@ def all_ranks(x) -> list:
     return everyone
 
 
-def mean_stats(updates: list[dict], prefix: str) -> dict[str, float]:
+def mean_stats(updates: list[dict], prefix: str) -> dict:
     """Means over updates and ranks. One that is not finite ends the run."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
@@ -774,9 +774,8 @@ def main(args: Args) -> None:
         if (checkpoint := Path(args.run_dir, "checkpoint.pt")).exists():
             state = torch.load(checkpoint, map_location="cpu", weights_only=True)
         print(f"{args.run_dir}: {args.num_iterations} iterations, on {args.device}")
-        starter = "python" if NUM_RANKS == 1 else "torchrun ..."
         command = shlex.join([sys.argv[0], "--resume", args.run_dir])
-        print(f"To resume: {starter} {command}", flush=True)
+        print("To resume:", "python" if NUM_RANKS == 1 else "torchrun ...", command, flush=True)
         if state["iteration"] < args.num_iterations:
             train(args, state)
     print(f"{args.run_dir} is finished")

@@ -56,7 +56,7 @@ PPG = {
         ("obs.permute(0, 3, 1, 2) / 255.0", "obs.permute(0, 3, 2, 1) / 255.0"),
         ("last_values = agent(", "last_values = 0 * agent("),
         ("targets = advantages + values[:-1]", "targets = advantages"),
-        ("(advantages - all_advantages.mean())", "advantages"),
+        ("normalized = (advantages - all_advantages.mean())", "normalized = advantages"),
         ("values, firsts, args.gamma", "values, np.roll(firsts, 1, 0), args.gamma"),
         ("x[start : start + N] = batch", "x[:N] = batch"),
         (".unflatten(0, (T, N)).transpose(0, 1)", ".unflatten(0, (N, T))"),

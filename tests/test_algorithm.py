@@ -112,7 +112,7 @@ def policy_losses(args, outputs, batch):
     if epsilon > 0:
         objective = torch.where(ratio > 1 + epsilon, (1 + epsilon) * advantages, objective).minimum(objective)
         objective = torch.where(ratio < 1 - epsilon, (1 - epsilon) * advantages, objective).minimum(objective)
-    if args.clip_vloss:
+    if args.clip_vloss and epsilon > 0:
         nearest = outputs.values.minimum(batch["old_values"] + epsilon).maximum(batch["old_values"] - epsilon)
         errors = errors.maximum((nearest - batch["targets"]) ** 2)
     stats = {"entropy": -(probs * probs.log()).sum(-1).mean(), "old_approx_kl": -ratio.log().mean()}
@@ -123,7 +123,7 @@ def policy_losses(args, outputs, batch):
 
 
 SETTINGS = [{}, {"clip_coef": 0.0, "kl_coef": 1.0}, {"clip_coef": 0.1, "kl_coef": 0.5, "ent_coef": 0.3, "vf_coef": 2.0}]
-SETTINGS += [{"clip_vloss": True, "clip_coef": 0.2}]
+SETTINGS += [{"clip_vloss": True, "clip_coef": 0.2}, {"clip_vloss": True, "clip_coef": 0.0}]
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
@@ -140,9 +140,10 @@ def test_losses_of_the_policy_phase_and_their_gradients(setting, name):
     check_loss(getattr(ppg_procgen, name), args, outputs, batch, expected, stats)
 
 
-@pytest.mark.parametrize("clip_vloss", [False, True])
-def test_ppo_loss_and_its_gradient(clip_vloss):
-    args, (outputs, batch, _) = ppo_procgen.Args(clip_vloss=clip_vloss, vf_coef=0.3), make_minibatch()
+@pytest.mark.parametrize("clip_vloss, clip_coef", [(False, 0.2), (True, 0.2), (True, 0.0)])
+def test_ppo_loss_and_its_gradient(clip_vloss, clip_coef):
+    args = ppo_procgen.Args(clip_vloss=clip_vloss, clip_coef=clip_coef, vf_coef=0.3)
+    outputs, batch, _ = make_minibatch()
     policy_loss, error, stats = policy_losses(args, outputs, batch)
     stats["value_loss"] = error / 2
     check_loss(ppo_procgen.policy_and_value_loss, args, outputs, batch, policy_loss + 0.3 * error / 2, stats)
@@ -151,7 +152,7 @@ def test_ppo_loss_and_its_gradient(clip_vloss):
 @pytest.mark.parametrize("beta_clone", [1.0, 0.3])
 def test_auxiliary_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    args, (outputs, batch, pi_old) = ppg_procgen.Args(beta_clone=beta_clone), make_minibatch()
+    args, (outputs, batch, pi_old) = ppg_procgen.Args(beta_clone=beta_clone, vf_coef=0.3), make_minibatch()
     old_probs = pi_old.softmax(-1)
     args.aux_dtype = "float32"
     kl = (old_probs * (old_probs / outputs.logits.softmax(-1)).log()).sum(-1).mean()

@@ -1,6 +1,7 @@
 """Several ranks, real processes that talk by gloo: the same algorithm as in one process, the same bits on every rank,
 lost ranks, torchrun, and the SLURM job of such a run."""
 
+import itertools
 import os
 import re
 import signal
@@ -73,6 +74,7 @@ def whole(tmp_path_factory, ranks) -> Path:
     first, second = ranks(ppg_procgen, {}, *as_flags(FLAGS | {"run_dir": run_dir}))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.endswith("is finished\n") and second.stdout == "", "rank 0 alone speaks"
+    assert "To resume: torchrun ... ppg_procgen.py --resume" in first.stdout
     return run_dir
 
 
@@ -82,6 +84,27 @@ def test_the_budget_is_of_all_ranks_which_differ_in_games_and_random_numbers(who
     games = [game for rank in states for game in rank["envs"]["games"]]
     assert len(games) == len(set(games)) == 8
     assert not torch.equal(states[0]["rng"], states[1]["rng"])
+
+
+def test_no_two_ranks_of_any_seeds_play_the_same(monkeypatch, script):
+    class Known(Exception):
+        pass
+
+    def make_envs(args, seed, *_):
+        seeds.append(seed)
+        raise Known
+
+    seeds = []
+    monkeypatch.setattr(script, "make_envs", make_envs)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda _: None)
+    monkeypatch.setattr(script, "NUM_RANKS", 3)
+    for seed, rank in itertools.product(range(3), range(3)):
+        monkeypatch.setattr(script, "RANK", rank)
+        with pytest.raises(Known):
+            script.train(script.Args(seed=seed, cuda=False), {"iteration": 0})
+    assert len(set(seeds)) == 9
+    with pytest.raises(SystemExit, match="2"):  # procgen takes an int32
+        script.Args(seed=2**30)
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -35,8 +34,10 @@ def saved_iteration(run_dir) -> int:
 def check_same(run_dir, whole) -> None:
     """The same weights and numbers, in metrics.csv and in TensorBoard; no row twice, none missing."""
     assert same(run_dir, whole) and scalars(run_dir) == scalars(whole)
-    iterations = [int(row["iteration"]) for row in read_rows(run_dir)]
-    assert iterations == list(range(1, saved_iteration(run_dir) + 1))
+    rows = read_rows(run_dir)
+    assert [int(row["iteration"]) for row in rows] == list(range(1, saved_iteration(run_dir) + 1))
+    wall_times = [float(row["wall_time"]) for row in rows]
+    assert wall_times == sorted(wall_times)
     assert not list(run_dir.glob("*.tmp"))
 
 
@@ -125,8 +126,7 @@ def test_ctrl_c_and_the_command_that_resumes(tmp_path, trained, start):
     [line] = [line for line in result.stdout.splitlines() if line.startswith("To resume")]
     assert line == f"To resume: python ppg_procgen.py --resume '{run_dir}'"
     age(run_dir)
-    resume(ppg_procgen, shlex.split(line)[-1])
-    check_same(run_dir, trained())
+    check_same(resume(ppg_procgen, run_dir.rename(tmp_path / "moved")), trained())
 
 
 def test_ctrl_c_during_the_imports(tmp_path, script):

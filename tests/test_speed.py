@@ -266,7 +266,11 @@ def test_what_auto_chooses(monkeypatch, fast):
     assert chosen(Args(cuda=False)) == ("cpu", 512, "bfloat16" if fast else "float32")
     assert chosen(Args()) == ("cuda:0", 16384, "float32" if fast else "bfloat16")
     assert chosen(Args(chunk_size=7, aux_dtype="float32")) == ("cuda:0", 7, "float32")
+    monkeypatch.setattr(ppg_procgen, "LOCAL_RANK", 1)
+    assert Args().device == "cuda:1"
     for cores, threads in ((2, 0), (4, 3), (16, 12), (64, 12)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: range(cores))
         assert Args().num_env_threads == threads
         assert Args(env_threads=5).num_env_threads == 5
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # of 64 cores, 8 for each
+    assert Args().num_env_threads == 6
