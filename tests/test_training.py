@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 
 import numpy as np
@@ -35,17 +36,21 @@ def test_bfloat16_is_for_the_auxiliary_phase_only(trained):
     assert rows[0] == other[0] and rows[1] != other[1]  # the first phase ends iteration 2
 
 
-def test_annealing_follows_global_progress(run, monkeypatch):
-    def gradient_step(agent, args, optimizer, *rest, original=ppg_procgen.gradient_step, **minibatch):
+def test_annealing_follows_global_progress(run, script, monkeypatch):
+    def gradient_step(agent, args, optimizer, *rest, original=script.gradient_step, **minibatch):
         rates.append(optimizer.param_groups[0]["lr"].item())
         return original(agent, args, optimizer, *rest, **minibatch)
 
     rates = []
-    monkeypatch.setattr(ppg_procgen, "gradient_step", gradient_step)
-    rows = read_rows(run(anneal_lr=True, learning_rate=1e-3, aux_learning_rate=4e-3, e_value=2))
-    assert [float(row["charts/learning_rate"]) for row in rows] == pytest.approx([1e-3, 7.5e-4, 5e-4, 2.5e-4])
-    phases = [4 + 2] * 2 + [4]  # updates: two iterations of value and policy, an auxiliary phase; then the same
-    expected = [[rate] * k for rate, k in zip([1e-3, 7.5e-4, 3e-3, 5e-4, 2.5e-4, 1e-3], phases * 2, strict=True)]
+    monkeypatch.setattr(script, "gradient_step", gradient_step)
+    own = {"aux_learning_rate": 4e-3, "e_value": 2} if script is ppg_procgen else {}
+    rows = read_rows(run(script, anneal_lr=True, learning_rate=1e-3, **own))
+    by_iteration = [1e-3, 7.5e-4, 5e-4, 2.5e-4]
+    assert [float(row["charts/learning_rate"]) for row in rows] == pytest.approx(by_iteration)
+    expected = [[rate] * 6 for rate in by_iteration]  # 3 epochs of 2 minibatches
+    if script is ppg_procgen:  # an auxiliary phase of 4 updates after iterations 2 and 4
+        expected.insert(2, [3e-3] * 4)
+        expected.append([1e-3] * 4)
     assert rates == pytest.approx(sum(expected, []))
 
 
@@ -74,6 +79,21 @@ def test_the_first_update_of_an_iteration_sees_what_acted(run, script, monkeypat
     run(script, small=False, env_id="bossfight", num_steps=32, total_timesteps=2 * 128)
     updates = seen[:: len(seen) // 2]  # the first of two iterations
     assert np.allclose(updates, [0, 0, 1], atol=1e-5) and not np.allclose(seen, [0, 0, 1], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policy_is_its_own_clone_as_the_auxiliary_phase_begins(run, monkeypatch, dtype):
+    """pi_old is the policy of then, in the phase's precision."""
+
+    def gradient_step(agent, args, optimizer, loss_fn, original=ppg_procgen.gradient_step, **minibatch):
+        if loss_fn is ppg_procgen.aux_loss:
+            seen.append(loss_fn(agent, args, **minibatch)[1]["kl_loss"].item())
+        return original(agent, args, optimizer, loss_fn, **minibatch)
+
+    seen = []
+    monkeypatch.setattr(ppg_procgen, "gradient_step", gradient_step)
+    run(small=False, env_id="bossfight", aux_dtype=dtype, total_timesteps=128)
+    assert abs(seen[0]) < 1e-8 < 1e-4 < min(seen[1:])
 
 
 SEEDED = {"dual": {}, "detach": {"arch": "detach", "aux_dtype": "bfloat16"}, "ppo": {"script": ppo_procgen}}
@@ -246,6 +266,17 @@ def test_weights_and_biases_offline(run, monkeypatch):
     (history,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     wait_for(lambda: history.read_bytes().count(b"losses/policy_loss") >= 8)  # each iteration: history and summary
     assert history.read_bytes().count(b"losses/policy_loss") == 8
+
+
+def test_weights_and_biases_go_on_in_the_same_run_after_a_kill(tmp_path, start):
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_SERVICE": ""}  # not that of another test
+    kill, run_dir = {"target": "gradient_step", "k": 20}, tmp_path / "run"
+    start(ppo_procgen, {"kill": kill}, *as_flags(TINY | {"run_dir": run_dir}), "--track", **environment).end()
+    time.sleep(1)  # W&B names its folders by the second
+    result = start(ppo_procgen, {}, "--resume", run_dir, **environment).end()
+    assert result.returncode == 0, result.stderr
+    first, second = (path.name.split("-")[-1] for path in run_dir.glob("wandb/offline-run-*"))
+    assert first == second
 
 
 def test_any_number_that_a_user_logs_is_stored_as_a_float_and_survives_a_resume(tmp_path, monkeypatch):
