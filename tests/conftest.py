@@ -7,6 +7,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,11 +171,11 @@ def start(tmp_path_factory):
 @pytest.fixture(scope="session")
 def start_ranks(start):
     """start_ranks(script, options, *flags) starts ranks, two unless told: what torchrun starts, without torchrun."""
-    # below the ports that the system gives out, a range for each process of pytest-xdist
-    ports = itertools.count(20_000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")))
 
     def start_ranks(script, options: dict, *flags, num_ranks: int = 2) -> list[Process]:
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(next(ports)), "WORLD_SIZE": str(num_ranks)}
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]  # free; a fixed one may be that of another session of pytest
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
         numbers = map(str, range(num_ranks))
         return [start(script, options, *flags, RANK=rank, LOCAL_RANK=rank, **environment) for rank in numbers]
 

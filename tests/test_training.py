@@ -83,10 +83,11 @@ def test_the_first_update_of_an_iteration_sees_what_acted(run, script, monkeypat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_is_its_own_clone_as_the_auxiliary_phase_begins(run, monkeypatch, dtype):
-    """pi_old is the policy of then, in the phase's precision."""
+    """pi_old is the policy of then, in the phase's precision; logits are float32 for the losses."""
 
     def gradient_step(agent, args, optimizer, loss_fn, original=ppg_procgen.gradient_step, **minibatch):
         if loss_fn is ppg_procgen.aux_loss:
+            assert minibatch["pi_old"].dtype == torch.float32
             seen.append(loss_fn(agent, args, **minibatch)[1]["kl_loss"].item())
         return original(agent, args, optimizer, loss_fn, **minibatch)
 
