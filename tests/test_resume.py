@@ -126,7 +126,9 @@ def test_ctrl_c_and_the_command_that_resumes(tmp_path, trained, start):
     [line] = [line for line in result.stdout.splitlines() if line.startswith("To resume")]
     assert line == f"To resume: python ppg_procgen.py --resume '{run_dir}'"
     age(run_dir)
-    check_same(resume(ppg_procgen, run_dir.rename(tmp_path / "moved")), trained())
+    moved = run_dir.rename(tmp_path / "moved")
+    resume(ppg_procgen, moved)
+    check_same(moved, trained())
 
 
 def test_ctrl_c_during_the_imports(tmp_path, script):
