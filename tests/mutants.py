@@ -1,7 +1,7 @@
 """Do the tests notice faults? Puts one at a time into a copy of the project and runs the test file that should notice.
 Prints which faults it notices; exit code 1 if one survives.
 
-    python tests/mutants.py kl_loss      # those whose text has one of the words; without words: all, in 20 minutes
+    python tests/mutants.py kl_loss      # those whose text has one of the words; without words: all, in 30 minutes
 """
 
 import shutil
@@ -36,9 +36,25 @@ PPG = {
         ("totals *= 1 - firsts[t]", "totals[0] *= 1 - firsts[t]"),
         ("torch.cat([self.last_returns, returns])[-100:]", "torch.cat([returns, self.last_returns])[:100]"),
         ("layer.weight *= scale /", "layer.weight *= scale + 0 *"),
+        ("args.clip_vloss and args.clip_coef > 0:", "args.clip_vloss:"),
+        ("v_loss = 0.5 * (out.values", "v_loss = args.vf_coef * (out.values"),
+        ("x.detach() * share", "x.detach()"),
+        ("self.last_returns.nanmean()", "self.last_returns.mean()"),
     ],
     "training": [
         ("firsts[0] = firsts[T]", "pass"),
+        ("firsts[t + 1] = terminated | truncated", "firsts[t + 1] = terminated"),
+        ("value_optimizer = make_optimizer(agent, args.l", "value_optimizer = make_optimizer(agent, args.aux_l"),
+        ("if not args.single_optimizer:", "if True:"),
+        ("logits = [aux_forward(agent, args, x.to(device), value=False)", "logits = [agent(x.to(device), value=False)"),
+        ("(x if x is None else x.float() for x in out)", "out"),
+        ('"e_policy", "n_iteration"]', '"n_iteration"]'),
+        ('"num_levels", "chunk_size", "e_value"]', '"num_levels", "e_value"]'),
+        ('"cuda_graphs", "tf32", ', '"cuda_graphs", '),
+        ("if is_last or iteration % args.n_iteration == 0:", "if iteration % args.n_iteration == 0:"),
+        ('wandb.init(resume="auto", ', "wandb.init("),
+        ("signal.signal(signal.SIGINT, lambda *_: sys.exit(130))", "pass"),
+        ('rollout["actions"].flatten(0, 1)', 'rollout["actions"].roll(1, 1).flatten(0, 1)'),
         ('rollout["values"].flatten()', 'rollout["values"].roll(1, 0).flatten()'),
         ('MAY_CHANGE = {  # what', 'MAY_CHANGE = {"gamma",  # what'),
         ("if args.e_policy == args.e_value:", "if True:"),
@@ -67,6 +83,10 @@ PPG = {
         ("totals[:, firsts[t + 1] > 0]", "totals[:, firsts[t] > 0]"),
         ("epochs += [(policy_loss, optimizer)]", "epochs[:0] = [(policy_loss, optimizer)]"),
         ("[(value_loss, value_optimizer)]", "[(value_loss, optimizer)]"),
+        ("(all_advantages.std() + 1e-8)", "(all_advantages.std(ddof=1) + 1e-8)"),
+        ('mean_stats(stats, "losses/"))', 'mean_stats(stats[-1:], "losses/"))'),
+        ('mean_stats(stats, "losses/aux/"))', 'mean_stats(stats[-1:], "losses/aux/"))'),
+        ("(iteration - 1) % args.n_iteration) * N", "iteration % args.n_iteration) * N"),
     ],
     "resume": [
         ('torch.set_rng_state(rank_state["rng"])', "pass"),
@@ -78,18 +98,47 @@ PPG = {
         ("weights_only=True)  # else", "weights_only=False)  # else"),
         ('x if isinstance(x, int) else float(x) for', 'x for'),
         ("purge_step=last", "purge_step=0 * last"),
+        ('last["global_step"] + 1)', 'last["global_step"])'),
+        ('time.monotonic() - last["wall_time"]', "time.monotonic()"),
+        ('{"resume": run_dir, "run_dir": run_dir}', '{"resume": run_dir}'),
+        ("optimizer=optimizer, value_optimizer=value_optimizer,", "optimizer=optimizer,"),
+        ("value_optimizer=value_optimizer, aux_optimizer=aux_optimizer)", "value_optimizer=value_optimizer)"),
+        ('open(path.with_name(f"{path.name}.tmp"), mode)', "open(path, mode)"),
+        ('if args.aux_dtype == "bfloat16" and not', "if not"),
+        ("signal.signal(signal.SIGINT, signal.SIG_DFL)", "pass"),
         ("if not math.isfinite(means[prefix + name]):", "if False:"),
     ],
     "evaluation": [
         ("above = args.start_level + args.num_levels", "above = args.num_levels"),
         ("returns += rewards * playing", "returns += rewards"),
         ("envs.load_state_dict(start)", "pass"),
+        ("NUM_LEVELS - args.seed, above", "args.seed, above"),
+        ("torch.Generator(device).manual_seed(seed)", "torch.Generator(device).manual_seed(0)"),
     ],
     "distributed": [
         ("mean /= NUM_RANKS", "pass"),
         ("        dist.all_gather_object(everyone, x)", "        pass"),
         ("        torch.manual_seed(rank_seed)", "        pass"),
         ("args.seed * NUM_RANKS + RANK", "args.seed"),
+        ("args.seed * NUM_RANKS + RANK", "args.seed + RANK"),
+        ("normalized = (advantages - all_advantages.mean())", "normalized = (advantages - advantages.mean())"),
+        ("reward_normalizer(rewards, all_rewards,", "reward_normalizer(rewards, np.hstack([rewards] * NUM_RANKS),"),
+        ('state["ranks"][RANK]', 'state["ranks"][0]'),
+        ("float(np.mean(all_ranks(mean.item())))", "mean.item()"),
+        ('"python" if NUM_RANKS == 1 else "torchrun ..."', '"python"'),
+        ("end = NUM_LEVELS // NUM_RANKS", "end = NUM_LEVELS"),
+    ],
+    "speed": [
+        ('f"cuda:{LOCAL_RANK}" if on_gpu', '"cuda:0" if on_gpu'),
+        ('int(os.environ.get("LOCAL_WORLD_SIZE", 1))', "1"),
+        ("return get_graph(agent, args, *others)(**tensors)", "return get_graph(agent, args)(**tensors)"),
+        ("if self.num_calls < 4:", "if self.num_calls < 3:"),
+        ("obs.permute(0, 3, 1, 2) / 255.0", "obs.permute(0, 3, 1, 2).contiguous() / 255.0"),
+    ],
+    "recipes": [
+        ("torch.full((capacity, T), math.nan, device", "torch.zeros((capacity, T), device"),
+        ("assert x.dtype == batch[name].dtype", "assert True"),
+        ("assert out.aux_values.shape == targets.shape", "pass"),
     ],
 }  # fmt: skip
 
@@ -98,6 +147,10 @@ PPO = {
         ("np.clip(rewards / deviations", "np.clip(rewards / deviations[-1]"),
         ("orthogonal_(self.policy_head.weight, 0.01)", "orthogonal_(self.policy_head.weight, 1.0)"),
         ("value_loss = 0.5 * squared_errors", "value_loss = squared_errors"),
+    ],
+    "training": [
+        ("1 - (iteration - 1) / args.num_iterations", "1 - iteration / args.num_iterations"),
+        ("iteration % args.checkpoint_interval == 0", "(iteration + 1) % args.checkpoint_interval == 0"),
     ],
     "published_runs": [
         ('torch.std_mean(minibatch["advantages"]', 'torch.std_mean(batch["advantages"]'),

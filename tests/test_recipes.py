@@ -34,14 +34,19 @@ def apply(*titles):
     return source
 
 
-def recipe(tmp_path, *titles, small=True):
-    """The module that recipes make."""
+def load(tmp_path, source):
     path = tmp_path / "my_ppg.py"
-    path.write_text(apply(*titles))
+    path.write_text(source)
     spec = importlib.util.spec_from_file_location("my_ppg", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["my_ppg"] = module
     spec.loader.exec_module(module)
+    return module
+
+
+def recipe(tmp_path, *titles, small=True):
+    """The module that recipes make."""
+    module = load(tmp_path, apply(*titles))
     if small:
         module.ImpalaCNN = worker.SmallCNN
     return module
@@ -57,6 +62,32 @@ def record_gae(module):
     seen, original = [], module.compute_gae
     module.compute_gae = lambda *args: seen.append(args) or original(*args)
     return seen
+
+
+def edit(tmp_path, old, new):
+    source = apply()
+    assert source.count(old) == 1
+    return load(tmp_path, source.replace(old, new))
+
+
+WRONG_EDITS = [
+    ("(features).squeeze(-1)\n        if value:", "(features)\n        if value:"),
+    ('    buffer["obs"] =', '    buffer["actions"] = torch.zeros((capacity, T))\n    buffer["obs"] ='),
+]
+
+
+@pytest.mark.parametrize("old, new", WRONG_EDITS, ids=["shape", "dtype"])
+def test_what_would_be_wrong_in_silence_ends_the_run(tmp_path, old, new):
+    """Broadcast to (M, M), actions cast to float."""
+    with pytest.raises(AssertionError):
+        train(edit(tmp_path, old, new), tmp_path)
+
+
+def test_a_checkpoint_between_auxiliary_phases_cannot_be_resumed_in_silence(tmp_path):
+    module = edit(tmp_path, "is_last or iteration % args.n_iteration == 0:", "True:")
+    run_dir = interrupt(module, make_args(module, tmp_path / "run", **TINY_PPG), 3 * 16 + 5)
+    with pytest.raises(SystemExit, match="losses/aux/kl_loss is nan"):
+        resume(module, run_dir)
 
 
 class Blink(gymnasium.Env):

@@ -145,6 +145,15 @@ def test_a_finished_run_says_so_and_does_nothing(trained, capsys):
     assert {path: path.stat().st_mtime_ns for path in trained().iterdir()} == before
 
 
+def test_bfloat16_on_another_machine_which_is_slow_with_it(trained, monkeypatch, capsys):
+    monkeypatch.setattr(ppg_procgen, "has_fast_bfloat16", lambda device: False)
+    for dtype, is_slow in (("float32", False), ("bfloat16", True)):
+        run_dir = trained(aux_dtype=dtype)
+        capsys.readouterr()
+        resume(ppg_procgen, run_dir)
+        assert ("bfloat16 is slow on this machine: --aux-dtype float32" in capsys.readouterr().out) == is_slow
+
+
 def test_what_only_changes_the_speed_may_change(stopped, trained):
     resume(ppg_procgen, stopped, "--env-threads", 2, "--aux-device", "cpu", "--no-compile")
     assert same(stopped, trained())
