@@ -279,7 +279,7 @@ def act(agent, args, *, obs) -> dict:
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
-# A loss sees a chunk of a minibatch: it must be a mean over samples, without their std or max
+# A loss sees a chunk of a minibatch: it must be a mean over samples, without batch statistics
 def policy_loss(agent, args, obs, actions, old_logprobs, advantages, out=None, **unused):
     """-L_clip + beta_pi KL - c S[pi], and statistics to log. obs: (M, height, width, channels), all
     others: (M,). out: what the agent gives for obs, if that is known."""
@@ -291,7 +291,7 @@ def policy_loss(agent, args, obs, actions, old_logprobs, advantages, out=None, *
     if args.clip_coef > 0:
         clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
-    kl_k2 = 0.5 * logratio.square().mean()  # the reference code's estimate of KL
+    kl_k2 = 0.5 * logratio.square().mean()  # the authors' estimate of KL
     pi_loss = pg_loss + args.kl_coef * kl_k2
     entropy = pi.entropy().mean()
     stats = {"policy_loss": pi_loss, "entropy": entropy, "approx_kl_k2": kl_k2}
@@ -500,7 +500,7 @@ def train(args: Args, state: dict) -> None:
             # Optimize L_joint wrt theta_pi and L_value wrt theta_V for E_aux epochs
             stats = []
             for epoch in range(args.e_auxiliary):
-                # drawn on the CPU, wherever B is; [PPG-6] full rollouts
+                # [PPG-6] full rollouts, drawn on the CPU wherever B is
                 aux_inds = torch.randperm(capacity).to(aux_device, non_blocking=True)
                 print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
                 for mb_inds in aux_inds.view(-1, args.num_aux_rollouts):

@@ -237,7 +237,7 @@ def act(agent, args, *, obs) -> dict:
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
-# A loss sees a chunk of a minibatch: it must be a mean over samples, without their std or max
+# A loss sees a chunk of a minibatch: it must be a mean over samples, without batch statistics
 def policy_and_value_loss(agent, args, obs, actions, old_logprobs, advantages, targets, old_values):
     """-L_clip - c S[pi] + vf_coef * value loss, and statistics to log. obs: (M, height, width,
     channels), all others: (M,)."""
