@@ -169,6 +169,7 @@ def summarize(returns: pd.Series, r_min: float, r_max: float) -> dict:
 def main(args: Args) -> None:
     path = args.path / "agent.pt" if args.path.is_dir() else args.path
     require(path.is_file(), f"there is no file {path}")
+    require(args.episodes >= 1, "--episodes must be at least 1")
     record = path.with_name("args.json")
     run = json.loads(record.read_text())["args"] if record.exists() else {}
     run["env_id"] = args.env_id or run.get("env_id")

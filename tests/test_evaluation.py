@@ -220,7 +220,10 @@ def test_environments_without_levels_are_played_on_fresh_episodes(tmp_path):
         command(tmp_path, "--levels", "test")
 
 
-@pytest.mark.parametrize("flags, message", [("", "add --env-id"), ("--env-id maze --levels test", "are unseen levels")])
+BAD = {"": "add --env-id", "--env-id maze --levels test": "are unseen levels", "--episodes 0": "must be at least 1"}
+
+
+@pytest.mark.parametrize("flags, message", BAD.items())
 def test_bad_arguments_are_refused(flags, message, tmp_path, capsys):
     torch.save(make_agent(ppo_procgen).state_dict(), tmp_path / "agent.pt")
     old_run = {"num_levels": 0, "start_level": 2**30}  # of all levels: procgen ignored its start_level
