@@ -52,8 +52,6 @@ PPG = {
         ('"num_levels", "chunk_size", "e_value"]', '"num_levels", "e_value"]'),
         ('"cuda_graphs", "tf32", ', '"cuda_graphs", '),
         ("if is_last or iteration % args.n_iteration == 0:", "if iteration % args.n_iteration == 0:"),
-        ('wandb.init(resume="auto", ', "wandb.init("),
-        ("signal.signal(signal.SIGINT, lambda *_: sys.exit(130))", "pass"),
         ('rollout["actions"].flatten(0, 1)', 'rollout["actions"].roll(1, 1).flatten(0, 1)'),
         ('rollout["values"].flatten()', 'rollout["values"].roll(1, 0).flatten()'),
         ('MAY_CHANGE = {  # what', 'MAY_CHANGE = {"gamma",  # what'),
@@ -150,6 +148,8 @@ PPO = {
     ],
     "training": [
         ("1 - (iteration - 1) / args.num_iterations", "1 - iteration / args.num_iterations"),
+        ('wandb.init(resume="auto", ', "wandb.init("),
+        ("signal.signal(signal.SIGINT, lambda *_: sys.exit(130))", "pass"),
         ("iteration % args.checkpoint_interval == 0", "(iteration + 1) % args.checkpoint_interval == 0"),
     ],
     "published_runs": [

@@ -170,7 +170,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --num-minibatches 7": "num_minibatches must divide 16384 samples",
     "ppg --num-aux-rollouts -4": "num_aux_rollouts must be at least 1",
     "ppg --e-policy 0": "e_policy must be at least 1",
-    "ppo --chunk-size -1": "chunk_size cannot be negative",
+    "ppg --chunk-size -1": "chunk_size cannot be negative",
     "ppg --total-timesteps 16383": "total_timesteps must be at least 16384",
     "ppg --seed 3000000000": "seed must be from 0 to 2147483646",
     "ppg --start-level 2147483640 --num-levels 100": "levels end at 2147483647",
