@@ -8,13 +8,13 @@
 #   "procgen-mirror==0.10.7; python_version >= '3.11' and python_version < '3.13'",
 # ]
 # ///
-"""Proximal Policy Optimization on Procgen as in its paper (https://arxiv.org/abs/1912.01588).
+"""Proximal Policy Optimization as in the Procgen paper (https://arxiv.org/abs/1912.01588).
 
     python ppo_procgen.py --env-id starpilot
 
 Sections 2 to 4 are the algorithm, as in ppg_procgen.py where both agree. M: samples of a
 minibatch, A: actions. Departures from openai/train-procgen: torch's Adam and pooling; TF32 where
-possible (off: --no-tf32); with several ranks, one normalization of rewards.
+possible (off: --no-tf32); rewards are normalized over all ranks.
 """
 
 import argparse

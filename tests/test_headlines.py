@@ -118,6 +118,14 @@ def test_n_pi():
         assert above_ppo.loc[start:].all() and not above_ppo.loc[start - 16]
 
 
+def test_figure_2():
+    """Three runs of each."""
+    rows = CURVES[(CURVES.source == "openai/phasic-policy-gradient") & (CURVES.global_step > 97e6)]
+    last = rows.groupby(["env_id", "algorithm"]).episodic_return.mean().unstack()
+    assert len(last) == 16 and (last.ppg > last.ppo).all()
+    assert "PPG ends ahead of PPO on 16 hard games (97M to 100M steps)." in README
+
+
 def test_one_level():
     rows = pd.read_csv(RESULTS / "small" / "metrics.csv.gz")
     last = rows.groupby("run")[["global_step", "wall_time"]].max()
