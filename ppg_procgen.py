@@ -380,12 +380,6 @@ def train(args: Args, state: dict) -> None:
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
     compile_encoders(agent, args)
 
-    optimizer = make_optimizer(agent, args.learning_rate)
-    value_optimizer = aux_optimizer = optimizer
-    if not args.single_optimizer:
-        value_optimizer = make_optimizer(agent, args.learning_rate)  # for E_V != E_pi
-        aux_optimizer = make_optimizer(agent, args.aux_learning_rate)  # [PPG-3]
-
     # Storage, time first; what act returns is stored in the loop
     obs = torch.empty((T, N, *envs.obs_shape), dtype=envs.obs_dtype, device=device)
     pinned_obs = torch.empty(obs.shape[1:], dtype=obs.dtype, pin_memory=device.type == "cuda")
@@ -395,13 +389,19 @@ def train(args: Args, state: dict) -> None:
     episodes = EpisodeStatistics(NUM_RANKS * N)
     reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
 
-    # The paper's buffer B, rollouts first. To store more, add its name in batch
+    # The paper's buffer B, rollouts first. To store more of batch, add a tensor of that name
     capacity = args.n_iteration * N if args.num_phases > 0 else 0
     aux_device = device if args.aux_device == "cuda" else "cpu"
     buffer = {"targets": torch.full((capacity, T), math.nan, device=aux_device)}
     buffer["obs"] = torch.empty((capacity, T, *envs.obs_shape), dtype=obs.dtype, device=aux_device)
 
-    # Start, or continue from the checkpoint
+    optimizer = make_optimizer(agent, args.learning_rate)  # after all networks
+    value_optimizer = aux_optimizer = optimizer
+    if not args.single_optimizer:
+        value_optimizer = make_optimizer(agent, args.learning_rate)  # for E_V != E_pi
+        aux_optimizer = make_optimizer(agent, args.aux_learning_rate)  # [PPG-3]
+
+    # Start, or continue: what is not in shared or rank_state begins anew
     if NUM_RANKS > 1:
         torch.manual_seed(rank_seed)  # from here on, draws differ by rank
     shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
@@ -641,7 +641,7 @@ def evaluate(agent: Agent, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
 # ---- 6 Speed and ranks ----
 def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
     """[PPG-2] Adam with epsilon 1e-8. lr is a tensor, because a CUDA graph would keep a number."""
-    lr = torch.tensor(learning_rate, device=agent.policy_head.weight.device)
+    lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)
     group = {"params": agent.parameters(), "initial_lr": learning_rate}
     return torch.optim.Adam([group], lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
 
@@ -872,7 +872,7 @@ def parse_args() -> Args:
     flags = {x.name: saved[x.name] for x in fields(Args) if x.name in saved}
     args = tyro.cli(Args, default=Args(**flags))
     changed = {x for x in [*flags, "num_ranks"] if getattr(args, x) != saved[x]} - MAY_CHANGE
-    require(not changed, f"these flags of the run cannot change: {', '.join(sorted(changed))}")
+    require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
     return args
 
 

@@ -303,10 +303,6 @@ def train(args: Args, state: dict) -> None:
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
     compile_encoders(agent, args)
 
-    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph keeps numbers
-    params = agent.parameters()
-    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
-
     # Storage, time first; what act returns is stored in the loop
     obs = torch.empty((T, N, *envs.obs_shape), dtype=envs.obs_dtype, device=device)
     pinned_obs = torch.empty(obs.shape[1:], dtype=obs.dtype, pin_memory=device.type == "cuda")
@@ -316,7 +312,11 @@ def train(args: Args, state: dict) -> None:
     episodes = EpisodeStatistics(NUM_RANKS * N)
     reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
 
-    # Start, or continue from the checkpoint
+    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph keeps numbers
+    params = agent.parameters()  # after all networks
+    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
+
+    # Start, or continue: what is not in shared or rank_state begins anew
     if NUM_RANKS > 1:
         torch.manual_seed(rank_seed)  # from here on, draws differ by rank
     shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
@@ -735,7 +735,7 @@ def parse_args() -> Args:
     flags = {x.name: saved[x.name] for x in fields(Args) if x.name in saved}
     args = tyro.cli(Args, default=Args(**flags))
     changed = {x for x in [*flags, "num_ranks"] if getattr(args, x) != saved[x]} - MAY_CHANGE
-    require(not changed, f"these flags of the run cannot change: {', '.join(sorted(changed))}")
+    require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
     return args
 
 

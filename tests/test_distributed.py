@@ -153,7 +153,7 @@ def test_a_network_made_late_is_the_same_on_all_ranks(tmp_path, ranks):
 def test_another_number_of_ranks_is_refused_in_one_line(ranks, trained):
     for result in ranks(ppg_procgen, {}, "--resume", trained()):
         assert result.returncode == 2 and result.stdout == ""
-        assert re.fullmatch(r"ppg_procgen.py: these flags of the run cannot change: .*num_ranks\n", result.stderr)
+        assert re.fullmatch(r"ppg_procgen.py: these settings of the run cannot change: .*num_ranks\n", result.stderr)
 
 
 # ---- the SLURM job

@@ -11,6 +11,7 @@ import torch
 import tyro
 from conftest import comparable, level_seeds, make_agent, make_args, read_rows, train
 from test_recipes import apply
+from worker import SmallCNN
 
 import ppg_procgen
 import ppo_procgen
@@ -56,6 +57,14 @@ def test_short_episodes_count_no_more_than_long_ones():
         assert evaluate(SimpleAgent(), ShortEnv("bossfight", 8), 1).tolist() == lengths
     played = tool.play(ppg_procgen, SimpleAgent(), ShortEnv("bossfight", 8), 1)
     np.testing.assert_array_equal(played, [lengths, lengths])
+
+
+def test_the_seed_draws_the_actions(script, monkeypatch):
+    monkeypatch.setattr(script, "ImpalaCNN", SmallCNN)
+    agent = make_agent(script)
+    envs = ProcgenVectorEnv("starpilot", 8, num_levels=1, start_level=5)
+    first, second, other = (script.evaluate(agent, envs, seed).tolist() for seed in (1, 1, 2))
+    assert first == second != other
 
 
 class WatchedEnv(ProcgenVectorEnv):
