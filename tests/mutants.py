@@ -150,6 +150,8 @@ PPO = {
         ("1 - (iteration - 1) / args.num_iterations", "1 - iteration / args.num_iterations"),
         ('wandb.init(resume="auto", ', "wandb.init("),
         ("signal.signal(signal.SIGINT, lambda *_: sys.exit(130))", "pass"),
+    ],
+    "resume": [
         ("iteration % args.checkpoint_interval == 0", "(iteration + 1) % args.checkpoint_interval == 0"),
     ],
     "published_runs": [

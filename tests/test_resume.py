@@ -89,6 +89,11 @@ def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(
     check_same(run_dir, whole)
 
 
+def test_ppo_saves_at_its_interval(tmp_path):
+    args = make_args(ppo_procgen, tmp_path / "run", checkpoint_interval=2)
+    assert saved_iteration(interrupt(ppo_procgen, args, 2 * 16 + 5)) == 2
+
+
 @pytest.mark.learning
 @pytest.mark.parametrize("num_ranks, seconds", [(1, (0.1, 3)), (2, (0.5, 4))])  # two ranks first find each other
 def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks, seconds):
