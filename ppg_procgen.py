@@ -380,6 +380,12 @@ def train(args: Args, state: dict) -> None:
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
     compile_encoders(agent, args)
 
+    optimizer = make_optimizer(agent, args.learning_rate)  # after all networks
+    value_optimizer = aux_optimizer = optimizer
+    if not args.single_optimizer:
+        value_optimizer = make_optimizer(agent, args.learning_rate)  # for E_V != E_pi
+        aux_optimizer = make_optimizer(agent, args.aux_learning_rate)  # [PPG-3]
+
     # Storage, time first; what act returns is stored in the loop
     obs = torch.empty((T, N, *envs.obs_shape), dtype=envs.obs_dtype, device=device)
     pinned_obs = torch.empty(obs.shape[1:], dtype=obs.dtype, pin_memory=device.type == "cuda")
@@ -394,12 +400,6 @@ def train(args: Args, state: dict) -> None:
     aux_device = device if args.aux_device == "cuda" else "cpu"
     buffer = {"targets": torch.full((capacity, T), math.nan, device=aux_device)}
     buffer["obs"] = torch.empty((capacity, T, *envs.obs_shape), dtype=obs.dtype, device=aux_device)
-
-    optimizer = make_optimizer(agent, args.learning_rate)  # after all networks
-    value_optimizer = aux_optimizer = optimizer
-    if not args.single_optimizer:
-        value_optimizer = make_optimizer(agent, args.learning_rate)  # for E_V != E_pi
-        aux_optimizer = make_optimizer(agent, args.aux_learning_rate)  # [PPG-3]
 
     # Start, or continue: what is not in shared or rank_state begins anew
     if NUM_RANKS > 1:

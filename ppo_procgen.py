@@ -303,6 +303,10 @@ def train(args: Args, state: dict) -> None:
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
     compile_encoders(agent, args)
 
+    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph keeps numbers
+    params = agent.parameters()  # after all networks
+    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
+
     # Storage, time first; what act returns is stored in the loop
     obs = torch.empty((T, N, *envs.obs_shape), dtype=envs.obs_dtype, device=device)
     pinned_obs = torch.empty(obs.shape[1:], dtype=obs.dtype, pin_memory=device.type == "cuda")
@@ -311,10 +315,6 @@ def train(args: Args, state: dict) -> None:
     firsts = np.ones((T + 1, N), np.float32)
     episodes = EpisodeStatistics(NUM_RANKS * N)
     reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
-
-    lr = torch.tensor(args.learning_rate, device=device)  # a CUDA graph keeps numbers
-    params = agent.parameters()  # after all networks
-    optimizer = torch.optim.Adam(params, lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 
     # Start, or continue: what is not in shared or rank_state begins anew
     if NUM_RANKS > 1:
