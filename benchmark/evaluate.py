@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # it runs from any folder, with nothing installed
+from benchmark import require  # noqa: E402
 from benchmark.ranges import RANGES  # noqa: E402
 from ppg_procgen import NUM_LEVELS, Game  # noqa: E402
 
@@ -50,12 +51,6 @@ class Args:
     video: bool = False  # also record four episodes of each set in each mode
     out: Path | None = None  # folder to write to; default: evaluation, beside the weights
     cuda: bool = True  # use the GPU if there is one
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        print(f"evaluate.py: {message}", file=sys.stderr)
-        sys.exit(2)
 
 
 def load_script(path: Path) -> ModuleType:

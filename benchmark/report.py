@@ -27,6 +27,7 @@ from tbparse import SummaryReader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs from any folder, with nothing installed
 import ppg_procgen  # noqa: E402
+from benchmark import require  # noqa: E402
 from benchmark.pictures import CURVE, MIN_SEEDS, UNSEEN, draw_curves, draw_n_pi, draw_profiles, in_order, picture  # noqa: E402
 from benchmark.ranges import RANGES  # noqa: E402
 
@@ -311,12 +312,6 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
         if first > step:
             notes.append(f"{title}: the published curves begin later, at {first:,.0f} steps: {group}")
     return text
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        print(f"report.py: {message}", file=sys.stderr)
-        sys.exit(2)
 
 
 def main(args: Args) -> None:

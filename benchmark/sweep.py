@@ -27,6 +27,9 @@ from pathlib import Path
 
 import tyro
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs from any folder, with nothing installed
+from benchmark import require  # noqa: E402
+
 
 @dataclass
 class Args:
@@ -40,12 +43,6 @@ class Args:
     dry_run: bool = False  # print the commands and do nothing
     slurm: bool = False  # submit the unfinished runs as an array job with FOLDER/slurm.sbatch
     index: int | None = None  # do only the run with this number, counted from 0: for the tasks of the array job
-
-
-def require(condition: object, message: str) -> None:
-    if not condition:
-        print(f"sweep.py: {message}", file=sys.stderr)
-        sys.exit(2)
 
 
 def say(text: str) -> None:
