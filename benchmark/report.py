@@ -1,17 +1,20 @@
-"""Tables and pictures from training runs, beside published Procgen curves.
+"""Tables and pictures of training runs, beside published Procgen curves.
 
-    python benchmark/report.py runs --out report             # report/report.md with its pictures
-    python benchmark/report.py --figure2 --out report        # the paper's Figure 2 from the published curves alone
-    python benchmark/report.py --figure2 runs --out report   # the same with our own runs laid over it
+    python benchmark/report.py runs --out report                     # report/report.md with its pictures
+    python benchmark/report.py runs --out report --thresholds 3 5    # and the steps and hours to these returns
 
 A run is a folder with args.json and metrics.csv, or with TensorBoard events only, as CleanRL writes them. A folder may
 also hold a table of many runs: metrics.csv.gz with a column "run", and args.json with an entry for each run. Runs are
-grouped by exp_name, the flags that change their numbers, distribution mode and number of levels.
+grouped by exp_name, distribution mode, number of levels, and the flags that change their numbers.
 """
 
+import io
+import itertools
 import json
+import math
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,59 +23,88 @@ import numpy as np
 import pandas as pd
 import tyro
 
-os.environ["MPLBACKEND"] = "Agg"  # rliable imports matplotlib, which may not know the backend of a notebook
+os.environ["MPLBACKEND"] = "Agg"  # files only; a notebook's backend may be unknown here
+import matplotlib.pyplot as plt
+import seaborn as sns
+from matplotlib.ticker import EngFormatter
 from rliable import library, metrics
 from scipy import stats
 from tbparse import SummaryReader
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs from any folder, with nothing installed
-import ppg_procgen  # noqa: E402
-from benchmark import require  # noqa: E402
-from benchmark.pictures import CURVE, MIN_SEEDS, UNSEEN, draw_curves, draw_n_pi, draw_profiles, in_order, picture  # noqa: E402
-from benchmark.ranges import RANGES  # noqa: E402
-
 # Everything works on one long table, `curves`, one row a point: own (ours or published), group, distribution_mode,
 # num_levels, env_id, seed, run, global_step, wall_time, aux_phase, episodic_return. A group's returns on unseen levels
 # are a group of their own, whose name ends in UNSEEN.
-
-REFERENCE = Path(__file__).parent / "reference" / "procgen_curves.csv.gz"
+REFERENCE = Path(__file__).parent / "reference"
+RANGES = pd.read_csv(REFERENCE / "ranges.csv")  # score = (return - r_min) / (r_max - r_min)
 SETTING = ["distribution_mode", "num_levels"]
+CURVE = ["env_id", "group", "run"]
+UNSEEN = ", unseen levels"
 RETURNS = {"charts/mean_return_100": "", "eval/test_return": UNSEEN}  # columns of metrics.csv
-# Flags that make no other group: they tell its runs apart, follow from other flags, or may change within a run. Among
-# the last is aux_dtype, which "auto" takes from the hardware: compare precisions by --exp-name.
-SAME_GROUP = {"env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", "device", *SETTING}
-SAME_GROUP |= {"batch_size", "num_iterations", "num_phases", "max_chunk", "num_env_threads", *ppg_procgen.MAY_CHANGE}
+MIN_SEEDS = 3  # fewer seeds get no interval of their mean: it would be wider than what it is about
+SAME_GROUP = {  # flags that tell a group's runs apart, follow from other flags, or change no numbers
+    "env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", *SETTING,
+    "device", "cuda", "compile", "cuda_graphs", "tf32", "buffer_on_cpu", "aux_device", "env_threads",
+    "num_env_threads", "chunk_size", "max_chunk", "batch_size", "num_iterations", "num_phases",
+    "eval_interval", "track", "wandb_project_name", "wandb_entity",
+}  # fmt: skip
 
-CURVE_CAPTION = "Mean return of the last 100 episodes: mean over seeds ± one standard deviation."
+# Okabe and Ito's colors, which color-blind readers can tell apart
+COLORS = {
+    "ppg_procgen": "#0072B2",
+    "ppg_procgen --arch dual": "#0072B2",  # the same algorithm, where other runs of this name have another network
+    "ppg_procgen --arch detach": "#009E73",
+    "ppg_detach": "#009E73",  # the same algorithm; sweeps use this name
+    "ppo_procgen": "#D55E00",
+    "cleanrl_ppg": "#CC79A7",
+    "PPG (openai/phasic-policy-gradient)": "#56B4E9",
+    "PPO (openai/phasic-policy-gradient)": "#4D4D4D",
+    "PPO (openai/train-procgen)": "#4D4D4D",
+}
+OTHER_COLORS = ["#882255", "#E69F00", "#332288", "#999933", "#000000", "#A0522D", "#44AA99", "#AA88DD"]
+# of a group on training levels, on unseen levels, and of a published group; the next three where a color repeats
+LINES = [("-", ":", "--"), ("-.", (0, (1, 3)), (0, (4, 1, 1, 1))), ((0, (8, 3)), (0, (1, 5)), (0, (3, 4)))]
+NUM_BINS = 100  # points of a drawn curve
+WIDTH = 7  # inches of a whole picture
+STYLE = {"axes.grid": True, "grid.alpha": 0.4, "axes.spines.right": False, "axes.spines.top": False}
+STYLE["text.parse_math"] = False  # an exp_name may contain $
+sns.set_theme(context="paper", style="ticks", rc=STYLE)
+
+CURVE_CAPTION = "Mean return of the last 100 episodes: mean ± standard deviation over seeds, until one of them ends."
 STEP_TEXT = (
     "Mean return of the last 100 episodes, averaged in each run over the steps from {start:,.0f} to {step:,.0f}, or "
-    "its last row before (`--step` chooses another step). Mean ± standard deviation [Student's 95 % interval of the "
-    "mean] (number of seeds); with fewer than three seeds, the value of each."
+    "its last row before. Mean ± standard deviation [Student's 95 % interval of the mean] (number of seeds); with "
+    "fewer than three seeds, the value of each."
+)
+DIFFERENCE_TEXT = "Difference of the mean return from the baseline's, [Welch's 95 % interval], seeds of both."
+THRESHOLD_TEXT = (
+    "The first step, and the hours until it, at which the mean return of the last 100 episodes (of all, while there "
+    "are fewer) is at least this high. One value a seed, in the order of the seeds; –: not reached."
 )
 SCORE_TEXT = (
-    "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper: 0 for an agent that cannot see "
-    "the game, 1 for about the best possible one. IQM: interquartile mean of the scores. P(improvement): probability "
-    "that a run has a higher score than a run of the baseline on the same game. In brackets: 95 % interval of a "
-    "bootstrap over seeds, stratified by game."
+    "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper. IQM: interquartile mean. "
+    "P(improvement): probability that a run has a higher score than a run of the baseline on the same game. In "
+    "brackets: 95 % interval of a bootstrap over seeds, stratified by game."
 )
 PROFILE_CAPTION = "Performance profile: the fraction of runs with a score above each value, with 95 % intervals."
 
 
 @dataclass
 class Args:
-    paths: tyro.conf.Positional[tuple[Path, ...]] = ()  # run folders, sweep folders, or any parent of them
+    paths: tyro.conf.Positional[tuple[Path, ...]]  # run folders, sweep folders, or any parent of them
     out: Path = Path("report")  # folder to write to
-    figure2: bool = False  # draw Figure 2 of the PPG paper (16 games, hard), with our runs, if any, laid over it
-    n_pi: bool = False  # draw the published scores for each N_pi (mean over 16 games, hard)
     step: float | None = None  # step of the tables; default: where the median run ended, or the published row before it
+    thresholds: tuple[float, ...] = ()  # also show the first step at which each run has these returns
     references: tuple[str, ...] = ("ppg", "ppo")  # published curves, by the names in benchmark/reference/README.md
-    baseline: str = "ppo"  # P(improvement) is over the first group whose name contains this, ours before published
+    baseline: str = "ppo"  # comparisons are with the first group whose name contains this, ours before published
     reps: int = 2000  # bootstrap samples of each interval
+
+
+# ---- reading
 
 
 def load_references(algorithms: tuple[str, ...]) -> pd.DataFrame:
     """The published curves of these algorithms."""
-    curves = pd.read_csv(REFERENCE)
+    curves = pd.read_csv(REFERENCE / "procgen_curves.csv.gz")
     curves = curves[curves.algorithm.isin(algorithms)]
     title = curves.algorithm.str[:3].str.upper() + curves.algorithm.str[3:].str.replace("_", " ")
     group = title + " (" + curves.source + ")" + curves.split.map({"train": "", "test": UNSEEN})
@@ -89,17 +121,16 @@ def find_run_folders(paths: tuple[Path, ...]) -> list[Path]:
 
 
 def read_runs(folder: Path) -> list[tuple[str, dict, pd.DataFrame]]:
-    """Name, arguments and metrics of each run in a folder."""
+    """Name, entry in args.json, and metrics of each run in a folder."""
     if not (folder / "args.json").exists():
         return [read_events(folder)]
     record = json.loads((folder / "args.json").read_text())
-    files = [folder / name for name in ("metrics.csv", "metrics.csv.gz") if (folder / name).exists()]
-    if not files:
-        raise ValueError("no metrics.csv yet: its first checkpoint is still to come")
-    rows = pd.read_csv(files[0])
-    if "run" in rows:
-        return [(f"{folder}/{run}", record[run]["args"], table) for run, table in rows.groupby("run")]
-    return [(str(folder), record["args"], rows)]
+    if (folder / "metrics.csv.gz").exists():
+        tables = pd.read_csv(folder / "metrics.csv.gz").groupby("run")
+        return [(f"{folder}/{run}", record[run], table) for run, table in tables]
+    text = (folder / "metrics.csv").read_text()
+    complete_lines = text[: text.rfind("\n") + 1]  # a running script may be writing the last one
+    return [(str(folder), record, pd.read_csv(io.StringIO(complete_lines)))]
 
 
 def read_events(folder: Path) -> tuple[str, dict, pd.DataFrame]:
@@ -111,27 +142,26 @@ def read_events(folder: Path) -> tuple[str, dict, pd.DataFrame]:
     rows = events[events.tag == "charts/episodic_return"].rename(columns={"step": "global_step"})
     rows["charts/mean_return_100"] = rows.value.rolling(100, min_periods=1).mean()
     rows["wall_time"] -= events.wall_time.min()
-    return str(folder), args, rows
+    return str(folder), {"args": args}, rows
 
 
-def result_flags(args: dict) -> dict[str, str]:
-    """The flags that change a run's numbers. The budget does so only by annealing."""
+def describe_run(folder: Path, path: str, record: dict, rows: pd.DataFrame) -> dict:
+    """A run's row in the table of runs."""
+    args = record["args"]
+    run = {key: args[key] for key in ("env_id", "seed", *SETTING)}
+    if args["distribution_mode"] not in ("easy", "hard") or not isinstance(args["num_levels"], int):
+        raise ValueError(f"not a setting of Procgen: {args['distribution_mode']}, {args['num_levels']} levels")
+    if rows.empty:
+        raise ValueError("no episode or row of metrics yet")
+    num_ranks = record.get("num_ranks", args.get("num_ranks", 1))
+    batch_size = args.get("num_envs", 0) * args.get("num_steps", 0) * num_ranks
+    num_iterations = args.get("num_iterations", args["total_timesteps"] // batch_size) if batch_size else 0
     same = SAME_GROUP if args.get("anneal_lr") else SAME_GROUP | {"total_timesteps"}
-    return {flag: str(value) for flag, value in args.items() if flag not in same}
-
-
-def group_names(runs: pd.DataFrame) -> pd.Series:
-    """exp_name, and the flags that differ between the runs of this name and setting, where they are not PPG's defaults.
-    A flag that a run lacks, because its script was of another version, is no difference."""
-    names = runs.group.copy()
-    flags = pd.DataFrame([result_flags(args) for args in runs.args], index=runs.index)
-    for flag, values in flags.items():
-        games = ["env_id"] if flag == "start_level" else []  # games may have their own levels
-        differs = values.groupby([runs[column] for column in ["group", *SETTING, *games]]).transform("nunique") > 1
-        default = str(getattr(ppg_procgen.Args, flag, None))
-        shown = differs & values.notna() & (values != default)
-        names[shown] += f" --{flag.replace('_', '-')} " + values[shown]
-    return names
+    options = {flag: str(value) for flag, value in (args | {"num_ranks": num_ranks}).items() if flag not in same}
+    run.update(own=True, group=args["exp_name"], run=path, options=options, planned_step=num_iterations * batch_size)
+    run.update(last_step=rows.global_step.max(), seconds=rows.wall_time.max(), commit=record.get("commit"))
+    copies = [file.read_text() for file in sorted(folder.glob("*.py"))]
+    return run | {"script": "\n".join(copies) or None}
 
 
 def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
@@ -139,18 +169,18 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
     runs, curves, notes = [], [], []
     for folder in find_run_folders(paths):
         try:
-            for path, args, rows in read_runs(folder):
-                run = {key: args[key] for key in ("env_id", "seed", *SETTING)}
-                run.update(own=True, group=args["exp_name"], run=path)
-                rows["aux_phase"] = rows.filter(["losses/aux/kl_loss"]).notna().any(axis=1)
-                for column in RETURNS:  # all rows are dropped where no episode has ended
-                    curve = rows[["global_step", "wall_time", "aux_phase"]].assign(episodic_return=rows.get(column))
-                    curves.append(curve.dropna().assign(**run | {"group": RETURNS[column]}))
-                runs.append(run | {"last_step": rows.global_step.max(), "seconds": rows.wall_time.max(), "args": args})
+            for path, record, rows in read_runs(folder):
+                run = describe_run(folder, path, record, rows)
+                fixed = {key: run[key] for key in ("own", "env_id", "seed", "run", *SETTING)}
+                aux_phase = rows.filter(["losses/aux/kl_loss"]).notna().any(axis=1)
+                for column, suffix in RETURNS.items():  # all rows are dropped where no episode has ended
+                    curve = rows[["global_step", "wall_time"]].assign(episodic_return=rows.get(column), group=suffix)
+                    curves.append(curve.assign(aux_phase=aux_phase, **fixed).dropna())
+                runs.append(run)
         except Exception as error:  # a broken or foreign folder must not cost the page of a whole sweep
             notes.append(f"{folder}: left out: {error!r}")
     if not runs:
-        return pd.DataFrame(), pd.DataFrame(columns=[*CURVE, *SETTING]), notes
+        return pd.DataFrame(), pd.DataFrame(), notes
     runs = pd.DataFrame(runs).sort_values(["last_step", "run"])
     runs["group"] = group_names(runs)
     curves = pd.concat([curve for curve in curves if len(curve)] or curves, ignore_index=True)
@@ -159,9 +189,39 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
     notes += [f"{run}: left out: a run of its group, game and seed is as long or longer" for run in runs.run[again]]
     runs = runs[~again]
     notes += run_notes("no episode has finished yet", runs[~runs.run.isin(curves.run)])
-    is_short = runs.last_step < 0.98 * pd.to_numeric(runs.args.str.get("total_timesteps"))
-    notes += run_notes("stopped before their total_timesteps, or still running", runs[is_short])
+    notes += run_notes("stopped early, or still running", runs[runs.last_step < runs.planned_step])
+    for _, group in runs.groupby(["group", *SETTING]):
+        programs = group.script if group.script.notna().all() else group.commit
+        if programs.nunique() > 1:
+            odd = group[programs != programs.mode()[0]]
+            notes += run_notes(f"{programs.nunique()} different scripts in one group; other than most runs", odd)
     return runs, curves[curves.run.isin(runs.run)], notes
+
+
+def group_names(runs: pd.DataFrame) -> pd.Series:
+    """exp_name, and the flags that differ between the runs of this name and setting. A flag that a run lacks, because
+    its script was of another version, is no difference."""
+    names = runs.group.copy()
+    for flag, values in pd.DataFrame(list(runs.options), index=runs.index).items():
+        games = ["env_id"] if flag == "start_level" else []  # games may have their own levels
+        differs = values.groupby([runs[column] for column in ["group", *SETTING, *games]]).transform("nunique") > 1
+        shown = differs & values.notna()
+        names[shown] += f" --{flag.replace('_', '-')} " + values[shown]
+    return names
+
+
+def run_notes(text: str, runs: pd.DataFrame) -> list[str]:
+    names = [f"{x.group} {x.env_id} seed {x.seed} (at {x.last_step:,})" for x in runs.itertuples()]
+    return [f"{text}: {', '.join(names)}"] if names else []
+
+
+# ---- numbers and tables
+
+
+def in_order(curves: pd.DataFrame) -> list[str]:
+    """The groups: ours first, then published ones."""
+    groups = curves[["own", "group"]].drop_duplicates()
+    return groups.sort_values(["own", "group"], ascending=[False, True]).group.tolist()
 
 
 def value_at_step(curves: pd.DataFrame, step: float, window: float) -> pd.DataFrame:
@@ -184,17 +244,9 @@ def step_to_compare_at(end: float, published: pd.DataFrame) -> tuple[float, floa
 
 def normalized(values: pd.DataFrame, mode: str) -> pd.DataFrame:
     """The values with a column `score`."""
-    low, high = (values.env_id.map(lambda game, k=k: RANGES[game][mode][k]) for k in (0, 1))
+    ranges = RANGES[RANGES.distribution_mode == mode].set_index("env_id")
+    low, high = values.env_id.map(ranges.r_min), values.env_id.map(ranges.r_max)
     return values.assign(score=(values.episodic_return - low) / (high - low))
-
-
-def published_scores() -> pd.DataFrame:
-    """Mean score over the 16 hard games of each run of PPG's authors, in blocks of 16 iterations (of 65,536 steps)."""
-    curves = pd.read_csv(REFERENCE)
-    curves = normalized(curves[curves.source == "openai/phasic-policy-gradient"], "hard")
-    curves["iterations"] = 16 * np.ceil(curves.global_step / 2**20).astype(int)  # a block has one or two rows
-    curves["setting"] = curves.algorithm.replace(["ppg", "ppg_e_aux_6", "ppg_e_pi_1"], "ppg_n_pi_32")  # the default
-    return curves.groupby(["setting", "iterations", "algorithm", "run"], as_index=False).score.mean()
 
 
 def score_matrix(scores: pd.DataFrame, games: list[str]) -> np.ndarray:
@@ -218,21 +270,14 @@ def estimate(matrices: list[np.ndarray], metric: Callable, reps: int) -> str:
     return text
 
 
-def setting_title(mode: str, num_levels: int) -> str:
-    return f"{mode}, {num_levels or 'all'} level{'' if num_levels == 1 else 's'}"
+def find_baseline(group: str, groups: list[str], name: str) -> str | None:
+    """The first group on the same levels whose name contains this."""
+    same_levels = [other for other in groups if other.endswith(UNSEEN) == group.endswith(UNSEEN)]
+    return next((other for other in same_levels if name.lower() in other.lower()), None)
 
 
-def run_notes(text: str, runs: pd.DataFrame) -> list[str]:
-    names = [f"{x.group} {x.env_id} seed {x.seed} (at {x.last_step:,})" for x in runs.itertuples()]
-    return [f"{text}: {', '.join(names)}"] if names else []
-
-
-def run_table(runs: pd.DataFrame) -> str:
-    runs = runs.assign(minutes=runs.seconds / 60, speed=runs.last_step / runs.seconds)
-    groups = runs.groupby(["group", *SETTING])
-    counts = groups.agg(games=("env_id", "nunique"), seeds=("seed", "nunique"), runs=("run", "count"))
-    medians = groups[["last_step", "minutes", "speed"]].median().round(2).astype({"last_step": int})
-    return counts.join(medians).reset_index().to_markdown(index=False, disable_numparse=True)
+def markdown(table: pd.DataFrame) -> str:
+    return table.to_markdown(index=False, disable_numparse=True)
 
 
 def seeds_cell(values: pd.Series, digits: int) -> str:
@@ -246,20 +291,133 @@ def seeds_cell(values: pd.Series, digits: int) -> str:
 
 def game_table(values: pd.DataFrame, column: str, digits: int) -> str:
     cells = values.groupby(["env_id", "group"])[column].agg(seeds_cell, digits=digits).unstack(fill_value="")
-    return cells[in_order(values)].rename_axis("game").reset_index().to_markdown(index=False, disable_numparse=True)
+    return markdown(cells[in_order(values)].rename_axis("game").reset_index())
+
+
+def difference_table(values: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """Of each game and group with two seeds or more: the difference of its mean return from our baseline's."""
+    returns = dict(list(values.groupby(["env_id", "group"]).episodic_return))
+    own_groups, rows = in_order(values[values.own]), []
+    for (game, group), x in returns.items():
+        rival = find_baseline(group, own_groups, baseline)
+        y = returns.get((game, rival), [])
+        if rival != group and min(len(x), len(y)) >= 2:
+            low, high = stats.ttest_ind(x, y, equal_var=False).confidence_interval()
+            difference = f"{x.mean() - y.mean():+.2f} [{low:+.2f}, {high:+.2f}]"
+            rows.append([game, group, rival, difference, f"{len(x)}, {len(y)}"])
+    return pd.DataFrame(rows, columns=["game", "group", "baseline", "difference", "seeds"])
+
+
+def threshold_table(curves: pd.DataFrame, thresholds: tuple[float, ...]) -> str:
+    """For each threshold, the first step and hour at which each run's return is at least as high."""
+    keys = ["env_id", "group", "seed"]
+    curves = curves[~curves.group.str.endswith(UNSEEN)]
+    table = pd.DataFrame(index=curves.groupby(keys).size().index)
+    for threshold in thresholds:
+        first = curves[curves.episodic_return >= threshold].groupby(keys)[["global_step", "wall_time"]].min()
+        table[f"steps to {threshold:g}"] = first.global_step.map("{:,.0f}".format)
+        table[f"hours to {threshold:g}"] = (first.wall_time / 3600).map("{:.2f}".format)
+    return markdown(table.fillna("–").groupby(keys[:2]).agg("; ".join).rename_axis(["game", "group"]).reset_index())
 
 
 def aggregate_table(scores: dict[str, np.ndarray], baseline: str, reps: int) -> str:
     """One row a group. scores: seeds x games of each group."""
     rows = []
     for group, matrix in scores.items():
-        same_levels = [other for other in scores if other.endswith(UNSEEN) == group.endswith(UNSEEN)]
-        rival = next((other for other in same_levels if baseline.lower() in other.lower()), group)
-        improvement = "-" if rival == group else estimate([matrix, scores[rival]], probability_of_improvement, reps)
+        rival = find_baseline(group, list(scores), baseline)
+        improvement = "-"
+        if rival and rival != group:
+            improvement = estimate([matrix, scores[rival]], probability_of_improvement, reps)
         averages = [estimate([matrix], metric, reps) for metric in (metrics.aggregate_mean, metrics.aggregate_iqm)]
         rows.append([group, len(matrix), *averages, improvement])
-    table = pd.DataFrame(rows, columns=["group", "seeds", "mean", "IQM", "P(improvement)"])
-    return table.to_markdown(index=False, disable_numparse=True)
+    return markdown(pd.DataFrame(rows, columns=["group", "seeds", "mean", "IQM", "P(improvement)"]))
+
+
+# ---- pictures
+
+
+def looks(groups: list[str]) -> dict[str, tuple]:
+    """Color and line of each group, no two alike. A group on training and on unseen levels has one color."""
+    others, num_uses, look_of = itertools.cycle(OTHER_COLORS), Counter(), {}
+    all_published = all("(openai/" in group for group in groups)
+    for name in dict.fromkeys(group.removesuffix(UNSEEN) for group in groups):
+        color = COLORS.get(name) or next(others)
+        solid, dotted, dashed = LINES[num_uses[color] % len(LINES)]
+        num_uses[color] += 1
+        look_of[name] = color, dashed if "(openai/" in name and not all_published else solid
+        look_of[name + UNSEEN] = color, dotted
+    return {group: look_of[group] for group in groups}
+
+
+def binned(curves: pd.DataFrame, x: str, limit: float) -> pd.DataFrame:
+    """Mean returns in NUM_BINS bins of x, a column a run; interpolated between the first and the last bin of a run."""
+    width = limit / NUM_BINS
+    bins = np.ceil(curves[x] / width) * width
+    table = curves.groupby([bins, *CURVE]).episodic_return.mean().unstack(CURVE).sort_index(axis=1)
+    return table.interpolate(method="index", limit_area="inside")
+
+
+def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> plt.Figure:
+    """Mean return over seeds with a band of one standard deviation, for x from 0 to limit, a panel a game."""
+    first = curves.groupby(CURVE).global_step.transform("min")
+    middle = curves.global_step - first / 2  # a published row is the mean over the steps since the row before
+    curves = curves.assign(global_step=curves.global_step.where(curves.own, middle))
+    curves = curves[curves[x] <= limit]
+    table = binned(curves, x, limit)
+    num_seeds = curves.groupby(["env_id", "group"]).run.nunique().groupby("group").max()
+    games = sorted(curves.env_id.unique())
+    num_columns = min(4, len(games))
+    num_rows = math.ceil(len(games) / num_columns)
+    size = WIDTH, num_rows * (1.2 + 2.2 / num_columns)
+    fig, axes = plt.subplots(num_rows, num_columns, figsize=size, layout="constrained", squeeze=False)
+    for ax in axes.flat[len(games) :]:
+        ax.remove()
+    legend = {}
+    for game, ax in zip(games, axes.flat, strict=False):
+        for group, (color, style) in looks(in_order(curves)).items():
+            runs = table.get((game, group), pd.DataFrame()).dropna()  # until the first of them ends
+            mean, deviation = runs.mean(axis=1), runs.std(axis=1)
+            name = f"{group}, {num_seeds[group]} seed{'' if num_seeds[group] == 1 else 's'}"
+            [legend[name]] = ax.plot(runs.index, mean, color=color, linestyle=style)
+            ax.fill_between(runs.index, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
+        ax.set(title=game, xlim=(0, limit))
+        if x == "global_step":
+            ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    phases = curves.loc[curves.aux_phase, x].unique()
+    if len(games) == 1 and x == "global_step" and len(phases):
+        ax.vlines(phases, 0, 1, transform=ax.get_xaxis_transform(), color="0.6", linewidth=0.8)
+        ax.set_title(f"{games[0]} (vertical lines: ends of auxiliary phases)")
+    fig.supxlabel(label, fontsize="medium")
+    fig.supylabel("Episodic return", fontsize="medium")
+    fig.legend(legend.values(), legend, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
+    return fig
+
+
+def draw_profiles(scores: dict[str, np.ndarray], reps: int) -> plt.Figure:
+    """rliable's performance profiles: the share of runs, over all games, whose score lies above each threshold."""
+    everything = np.concatenate([matrix.ravel() for matrix in scores.values()])
+    thresholds = np.linspace(min(0, everything.min()), everything.max(), 101)
+    np.random.seed(0)  # rliable draws from numpy's global generator
+    profiles, intervals = library.create_performance_profile(scores, thresholds, reps=reps)
+    fig, ax = plt.subplots(figsize=(WIDTH / 1.75, 3))
+    for group, (color, style) in looks(list(scores)).items():
+        ax.plot(thresholds, profiles[group], color=color, linestyle=style, linewidth=2, label=group)
+        if len(scores[group]) >= MIN_SEEDS:
+            ax.fill_between(thresholds, *intervals[group], color=color, alpha=0.15, linewidth=0)
+    ax.set(xlabel="Score", ylabel="Fraction of runs with a higher score")
+    fig.legend(loc="lower center", bbox_to_anchor=(0.5, 0.9), frameon=False)
+    return fig
+
+
+def picture(fig: plt.Figure, path: Path, caption: str) -> str:
+    """Save as PNG and SVG; returns the Markdown that shows it."""
+    for suffix in (".png", ".svg"):
+        fig.savefig(f"{path}{suffix}", dpi=200, bbox_inches="tight")
+    plt.close(fig)
+    return f"![{path.name}]({path.name}.png)\n\n*{caption}*"
+
+
+# ---- the page
 
 
 def report_scores(args: Args, path: Path, mode: str, values: pd.DataFrame) -> list[str]:
@@ -272,7 +430,7 @@ def report_scores(args: Args, path: Path, mode: str, values: pd.DataFrame) -> li
     for number, games in enumerate(sorted(game_sets, key=lambda games: (-len(games), games)), start=1):
         groups = [group for group in games_of if set(games) <= games_of[group]]
         scores = {group: score_matrix(values[values.group == group], list(games)) for group in groups}
-        text.append(f"### Over {', '.join(games) if len(games) < len(RANGES) else 'all 16 games'}")
+        text.append(f"### Over {', '.join(games) if len(games) < 16 else 'all 16 games'}")
         text.append(aggregate_table(scores, args.baseline, args.reps))
         all_scores = np.concatenate([matrix.ravel() for matrix in scores.values()])
         if np.ptp(all_scores) >= 0.05:  # a profile over a smaller range shows noise
@@ -284,9 +442,8 @@ def report_scores(args: Args, path: Path, mode: str, values: pd.DataFrame) -> li
 def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: list[str]) -> list[str]:
     """The page on one distribution mode and number of levels; adds to the notes."""
     mode, num_levels = runs[SETTING].iloc[0]
-    title = setting_title(mode, num_levels)
-    name = f"{mode}_{num_levels}_levels" if num_levels else mode  # from args.json, which may be foreign: never a path
-    path = args.out / name.replace("/", "_")
+    title = f"{mode}, {num_levels or 'all'} level{'' if num_levels == 1 else 's'}"
+    path = args.out / (f"{mode}_{num_levels}_levels" if num_levels else mode)
     if not num_levels:  # all levels are in training: an evaluation repeats what the training episodes say
         curves = curves[~curves.group.str.endswith(UNSEEN)]
     own, published = curves[curves.own], curves[~curves.own]
@@ -295,8 +452,12 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     window = min(max(row, 0.05 * step), step)
     values = value_at_step(curves, step, window)
     text = [f"## {title}", f"### Return at {step:,.0f} steps"]
-    text.append(STEP_TEXT.format(start=step - window, step=step))
-    text.append(game_table(values, "episodic_return", 2))
+    text += [STEP_TEXT.format(start=step - window, step=step), game_table(values, "episodic_return", 2)]
+    differences = difference_table(values, args.baseline)
+    if len(differences):
+        text += ["### Difference from the baseline", DIFFERENCE_TEXT, markdown(differences)]
+    if args.thresholds:
+        text += ["### Steps to a return", THRESHOLD_TEXT, threshold_table(own, args.thresholds)]
     fig = draw_curves(curves, "global_step", own.global_step.max(), "Environment steps")
     text += ["### Return over steps", picture(fig, Path(f"{path}_steps"), CURVE_CAPTION)]
     unit, seconds = ("hours", 3600) if own.wall_time.max() > 2 * 3600 else ("minutes", 60)
@@ -304,41 +465,38 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     fig = draw_curves(own, "wall_time", own.wall_time.max(), f"Time ({unit})")
     text += ["### Return over time", picture(fig, Path(f"{path}_time"), CURVE_CAPTION)]
     # the published ranges are over many levels of Procgen
-    if (num_levels == 0 or num_levels >= 100) and all(mode in RANGES.get(game, ()) for game in values.env_id):
+    if (num_levels == 0 or num_levels >= 100) and values.env_id.isin(RANGES.env_id).all():
         text += report_scores(args, path, mode, values)
 
     notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
-    for group, first in published.groupby("group").global_step.min().items():
-        if first > step:
-            notes.append(f"{title}: the published curves begin later, at {first:,.0f} steps: {group}")
+    first_steps = published.groupby("group").global_step.min()
+    late = [f"{group} (at {first:,.0f})" for group, first in first_steps.items() if first > step]
+    notes += [f"{title}: published curves begin later: {', '.join(late)}"] if late else []
     return text
 
 
 def main(args: Args) -> None:
     references = load_references(args.references)
-    unknown = set(args.references) - set(references.algorithm)
-    require(not unknown, f"no published curves of {', '.join(unknown)}; see benchmark/reference/README.md")
-    absent = [str(path) for path in args.paths if not path.exists()]
-    require(not absent, f"no such file or folder: {', '.join(absent)}")
+    for algorithm in set(args.references) - set(references.algorithm):
+        sys.exit(f"report.py: no published curves of {algorithm}; see benchmark/reference/README.md")
+    for path in args.paths:
+        if not path.exists():
+            sys.exit(f"report.py: no such file or folder: {path}")
     runs, curves, notes = load_runs(args.paths)
-    no_runs = f"no runs under {', '.join(map(str, args.paths))}"
-    require(len(runs) > 0 or args.figure2 or args.n_pi, "\n".join([no_runs, *notes]))
+    if runs.empty:
+        sys.exit("\n".join([*notes, f"report.py: no runs under {', '.join(map(str, args.paths))}"]))
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.n_pi:
-        picture(draw_n_pi(published_scores()), args.out / "n_pi", "")
-    elif args.figure2:
-        own = curves[(curves[SETTING] == ("hard", 0)).all(axis=1)]
-        paper = references[references.source == "openai/phasic-policy-gradient"]
-        fig = draw_curves(pd.concat([own, paper]) if len(own) else paper, "global_step", 100e6, "Environment steps")
-        picture(fig, args.out / "figure2", "")
-    else:
-        text = ["# Training runs", run_table(runs), "Last step, minutes and speed (steps/s): medians over the runs."]
-        for setting, own in curves.groupby(SETTING):
-            setting_runs = runs[(runs[SETTING] == setting).all(axis=1)]
-            published = references[(references[SETTING] == setting).all(axis=1) & references.env_id.isin(own.env_id)]
-            text += report_setting(args, setting_runs, pd.concat([own, published]), notes)
-        text += ["## Notes", *(f"- {note}" for note in notes)]
-        (args.out / "report.md").write_text("\n\n".join(text) + "\n")
+    groups = runs.assign(minutes=runs.seconds / 60, speed=runs.last_step / runs.seconds).groupby(["group", *SETTING])
+    counts = groups.agg(games=("env_id", "nunique"), seeds=("seed", "nunique"), runs=("run", "count"))
+    medians = groups[["last_step", "minutes", "speed"]].median().round(2).astype({"last_step": int})
+    text = ["# Training runs", markdown(counts.join(medians).reset_index())]
+    text += ["Last step, minutes and speed (steps/s): medians over the runs."]
+    for setting, own in curves.groupby(SETTING):
+        setting_runs = runs[(runs[SETTING] == setting).all(axis=1)]
+        published = references[(references[SETTING] == setting).all(axis=1) & references.env_id.isin(own.env_id)]
+        text += report_setting(args, setting_runs, pd.concat([own, published]), notes)
+    text += ["## Notes", *(f"- {note}" for note in notes)]
+    (args.out / "report.md").write_text("\n\n".join(text) + "\n")
     print(*notes, f"wrote {args.out}", sep="\n")
 
 

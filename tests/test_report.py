@@ -1,8 +1,9 @@
-"""benchmark/report.py: its numbers against scipy, rliable, hand computation and published figures; what its pages and
-pictures show; and what it makes of broken, short and missing runs."""
+"""benchmark/report.py: its numbers against scipy, rliable and published figures, its groups, and odd or broken runs."""
 
 import json
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -16,129 +17,24 @@ from PIL import Image
 from rliable import metrics
 from torch.utils.tensorboard import SummaryWriter
 
-from benchmark import pictures, report
+from benchmark import report
 
 BATCH = 16_384
 
 
 def write_run(root, env_id="starpilot", exp_name="ppg_procgen", seed=1, *, num_rows=100, **flags) -> Path:
-    """A run folder as the training scripts write it, whose return rises towards a score of 0.7; with evaluations on
-    unseen levels (60 % of it) where num_levels is given."""
-    args = {"env_id": env_id, "exp_name": exp_name, "seed": seed, "num_envs": 64, "distribution_mode": "easy"}
-    args |= {"total_timesteps": num_rows * BATCH, "num_levels": 0} | flags
-    steps = BATCH * np.arange(1, num_rows + 1)
-    low, high = report.RANGES[env_id].get(args["distribution_mode"], (0, 1))
-    returns = low + (high - low) * 0.7 * (1 - np.exp(-steps / 5e5)) * (1 + seed / 100)
-    columns = {"iteration": steps // BATCH, "global_step": steps, "wall_time": steps / 2000}
-    columns |= {"charts/mean_return_100": returns, "losses/aux/kl_loss": np.where(steps % (32 * BATCH), np.nan, 0.1)}
-    if args["num_levels"]:
-        columns["eval/test_return"] = np.where(steps // BATCH % 10, np.nan, 0.6 * returns)
+    """A run folder as the training scripts write it, with returns of seed + 1, 2, 3... and hours of 100 iterations."""
+    args = {"env_id": env_id, "exp_name": exp_name, "seed": seed, "num_envs": 64, "num_steps": 256, "num_levels": 0}
+    args |= {"distribution_mode": "easy", "total_timesteps": num_rows * BATCH} | flags
+    k = np.arange(1, num_rows + 1)
+    columns = {"global_step": BATCH * k, "wall_time": 36 * k, "charts/mean_return_100": seed + k}
+    columns["losses/aux/kl_loss"] = np.where(k % 32, np.nan, 0.1)
+    columns["eval/test_return"] = np.where(k % 10, np.nan, 0.6 * k)
     folder = Path(root, f"{env_id}__{exp_name}__{seed}")
     folder.mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps({"args": args}))
+    (folder / "args.json").write_text(json.dumps({"args": args, "num_ranks": 1, "commit": "abc"}))
     pd.DataFrame(columns).to_csv(folder / "metrics.csv", index=False)
     return folder
-
-
-def curve(values, steps, **columns) -> pd.DataFrame:
-    fixed = {"own": True, "group": "a", "env_id": "maze", "seed": 1, "run": "1", "wall_time": steps, "aux_phase": False}
-    return pd.DataFrame({"global_step": steps, "episodic_return": values, **(fixed | columns)})
-
-
-def rows_of(page: str, heading: str) -> list[list[str]]:
-    """The cells of the first table under a heading, without the rule."""
-    lines = page.split(heading, 1)[1].split("\n|", 1)[1].split("\n\n")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]]
-
-
-@pytest.fixture
-def page(tmp_path, capsys):
-    """page(paths, **arguments): the page on these runs, and what was printed."""
-
-    def page(*paths, **arguments):
-        report.main(report.Args(paths=paths, out=tmp_path / "out", **{"reps": 50} | arguments))
-        return (tmp_path / "out" / "report.md").read_text(), capsys.readouterr().out
-
-    return page
-
-
-# ---- numbers
-
-
-@pytest.mark.parametrize(
-    "mode, num_levels, step, window, name, printed",
-    [
-        ("easy", 0, 25e6, 1e6, "PPO (openai/train-procgen)", "0.641"),
-        ("easy", 200, 25e6, 1e6, "PPO (openai/train-procgen)", "0.596"),
-        ("easy", 200, 25e6, 1e6, "PPO (openai/train-procgen), unseen levels", "0.354"),
-        ("hard", 0, 25e6, 2e6, "PPO (openai/phasic-policy-gradient)", "0.248"),
-        ("hard", 0, 25e6, 2e6, "PPG (openai/phasic-policy-gradient)", "0.467"),
-        ("hard", 0, 25e6, 2e6, "PPG kl (openai/phasic-policy-gradient)", "0.478"),
-        ("hard", 0, 25e6, 2e6, "PPG single (openai/phasic-policy-gradient)", "0.410"),
-        ("hard", 0, 100.1e6, 5e6, "PPO (openai/phasic-policy-gradient)", "0.577"),
-        ("hard", 0, 100.1e6, 5e6, "PPG (openai/phasic-policy-gradient)", "0.756"),
-        ("hard", 0, 100.1e6, 5e6, "PPG kl (openai/phasic-policy-gradient)", "0.755"),
-        ("hard", 0, 100.1e6, 5e6, "PPG single (openai/phasic-policy-gradient)", "0.754"),
-    ],
-)
-def test_published_mean_normalized_scores(mode, num_levels, step, window, name, printed):
-    curves = report.load_references(("ppg", "ppo", "ppg_kl", "ppg_single"))
-    curves = curves[(curves.distribution_mode == mode) & (curves.num_levels == num_levels) & (curves.group == name)]
-    scores = report.normalized(report.value_at_step(curves, step, window), mode)
-    matrix = report.score_matrix(scores, sorted(report.RANGES))
-    assert matrix.shape == (3, 16)
-    assert f"{matrix.mean():.3f}" == printed
-
-
-def test_value_at_step():
-    curves = pd.concat([curve([1.0, 2, 3, 4], [100, 200, 300, 400]), curve([5.0, 6], [100, 200], seed=2, run="2")])
-    values = report.value_at_step(curves, step=400, window=200)
-    assert values.run.tolist() == ["1"] and values.episodic_return.tolist() == [3.5]  # 200 is not in (200, 400]
-    assert report.value_at_step(curves, step=250, window=100).episodic_return.tolist() == [2, 6]
-    assert report.value_at_step(curves, step=290, window=10).episodic_return.tolist() == [2]  # the last row before
-
-
-def test_aggregates_are_those_of_scipy_and_rliable():
-    x, y = np.random.default_rng(0).normal(size=(2, 5, 16)).round(1)  # rounded, so that there are ties
-    assert report.probability_of_improvement(x, y) == pytest.approx(metrics.probability_of_improvement(x, y))
-    table = report.aggregate_table({"ours": x, "PPO": y}, "ppo", reps=200)
-    [rows, other] = rows_of(f"# title\n{table}", "# title")[1:]
-    expected = x.mean(), scipy.stats.trim_mean(x, 0.25, axis=None), metrics.probability_of_improvement(x, y)
-    for cell, value in zip(rows[2:], expected, strict=True):
-        point, low, high = (float(word) for word in cell.replace("[", "").replace("]", "").replace(",", "").split())
-        assert point == pytest.approx(value, abs=1e-3) and low < point < high
-    assert rows[:2] == ["ours", "5"] and other[-1] == "-"
-    few = report.estimate([x[:2]], metrics.aggregate_mean, reps=50)
-    assert few == f"{x[:2].mean():.3f}"  # two seeds have no interval
-
-
-def test_cells_of_tables():
-    low, high = scipy.stats.ttest_1samp([1.0, 2.0, 6.0], 0).confidence_interval(0.95)
-    assert report.seeds_cell(pd.Series([1.0, 2, 6]), 2) == f"3.00 ± 2.65 [{low:.2f}, {high:.2f}] (3)"
-    assert report.seeds_cell(pd.Series([6.0, 1]), 2) == "6.00, 1.00 (2)"
-
-
-def test_curves_average_in_bins_and_last_while_most_runs_do():
-    steps = np.arange(1.0, 101)
-    curves = pd.concat([curve(np.full(n, float(n)), steps[:n], run=str(n), seed=n) for n in (40, 80, 100)])
-    points = pictures.binned(curves, "global_step", 100)
-    assert points[points.run == "40"].global_step.max() == 40 and points.global_step.max() == 80
-    over_time = pictures.binned(curves, "wall_time", 100)  # there a run that has ended keeps its value
-    assert over_time.groupby("wall_time").episodic_return.mean().tolist() == pytest.approx([220 / 3] * 80)
-
-
-# ---- reading
-
-
-def test_runs_are_found_once_and_read(tmp_path):
-    folder = write_run(tmp_path / "sweep" / "runs", "maze", "wide", 3, num_levels=200, distribution_mode="hard")
-    write_events(folder / "wandb", [1], [1])  # inside a run folder: not a run
-    runs, curves, notes = report.load_runs((tmp_path, tmp_path / "sweep", folder))
-    assert notes == []
-    [run] = runs.to_dict("records")
-    assert [run[x] for x in ("group", "env_id", "seed", "num_levels", "last_step")] == ["wide", "maze", 3, 200, 1638400]
-    assert curves.group.value_counts().to_dict() == {"wide": 100, "wide, unseen levels": 10}
-    assert curves.aux_phase[curves.group == "wide"].sum() == 3
 
 
 def write_events(folder, returns, steps) -> None:
@@ -148,107 +44,190 @@ def write_events(folder, returns, steps) -> None:
             writer.add_scalar("charts/episodic_return", np.float32(value), step)
 
 
+def curve(values, steps, seed=1) -> pd.DataFrame:
+    fixed = {"own": True, "group": "a", "env_id": "maze", "seed": seed, "run": str(seed), "aux_phase": False}
+    return pd.DataFrame({"global_step": steps, "wall_time": steps, "episodic_return": values, **fixed})
+
+
+def make_page(out, *paths, **arguments) -> str:
+    report.main(report.Args(paths=paths, out=out, **{"reps": 50} | arguments))
+    return (out / "report.md").read_text()
+
+
+def rows_of(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading, without the rule."""
+    lines = page.split(heading, 1)[1].split("\n|", 1)[1].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]]
+
+
+def test_published_mean_normalized_scores():
+    easy, hard = "PPO (openai/train-procgen)", "{} (openai/phasic-policy-gradient)"
+    names = [hard.format(name) for name in ("PPO", "PPG", "PPG kl", "PPG single")]
+    curves = report.load_references(("ppg", "ppo", "ppg_kl", "ppg_single"))
+    for mode, num_levels, step, window, groups, printed in [
+        ("easy", 0, 25e6, 1e6, [easy], [0.641]),
+        ("easy", 200, 25e6, 1e6, [easy, easy + report.UNSEEN], [0.596, 0.354]),
+        ("hard", 0, 25e6, 2e6, names, [0.248, 0.467, 0.478, 0.410]),
+        ("hard", 0, 100.1e6, 5e6, names, [0.577, 0.756, 0.755, 0.754]),
+    ]:
+        setting = curves[(curves.distribution_mode == mode) & (curves.num_levels == num_levels)]
+        scores = report.normalized(report.value_at_step(setting, step, window), mode)
+        games = sorted(set(report.RANGES.env_id))
+        matrices = [report.score_matrix(scores[scores.group == group], games) for group in groups]
+        assert [(*matrix.shape, round(matrix.mean(), 3)) for matrix in matrices] == [(3, 16, x) for x in printed]
+
+
+def test_value_at_step():
+    curves = pd.concat([curve([1.0, 2, 3, 4], [100, 200, 300, 400]), curve([5.0, 6], [100, 200], seed=2)])
+    values = report.value_at_step(curves, step=400, window=200)
+    assert values.run.tolist() == ["1"] and values.episodic_return.tolist() == [3.5]  # 200 is not in (200, 400]
+    assert report.value_at_step(curves, step=250, window=100).episodic_return.tolist() == [2, 6]
+    assert report.value_at_step(curves, step=290, window=10).episodic_return.tolist() == [2]  # the last row before
+
+
+def test_tables_are_those_of_scipy_and_rliable():
+    x, y = np.random.default_rng(0).normal(size=(2, 5, 16)).round(1)  # rounded, so that there are ties
+    table = report.aggregate_table({"ours": x, "PPO": y}, "ppo", reps=200)
+    [ours, other] = rows_of(f"# title\n{table}", "# title")[1:]
+    expected = x.mean(), scipy.stats.trim_mean(x, 0.25, axis=None), metrics.probability_of_improvement(x, y)
+    for cell, value in zip(ours[2:], expected, strict=True):
+        point, low, high = map(float, re.findall(r"-?\d\.\d+", cell))
+        assert point == pytest.approx(value, abs=1e-3) and low < point < high
+    assert ours[:2] == ["ours", "5"] and other[-1] == "-"
+    assert report.estimate([x[:2]], metrics.aggregate_mean, reps=50) == f"{x[:2].mean():.3f}"  # of two: no interval
+    low, high = scipy.stats.ttest_1samp([1.0, 2.0, 6.0], 0).confidence_interval(0.95)
+    assert report.seeds_cell(pd.Series([1.0, 2, 6]), 2) == f"3.00 ± 2.65 [{low:.2f}, {high:.2f}] (3)"
+    assert report.seeds_cell(pd.Series([6.0, 1]), 2) == "6.00, 1.00 (2)"
+
+
+def test_difference_from_the_baseline():
+    values = {"ppg": [4.0, 5, 9], "ppo": [1.0, 3], "one seed": [2.0], "PPO (openai/x)": [2.0, 2, 3]}
+    rows = [(name != "PPO (openai/x)", "maze", name, value) for name in values for value in values[name]]
+    table = report.difference_table(pd.DataFrame(rows, columns=["own", "env_id", "group", "episodic_return"]), "ppo")
+    assert set(table.group) == {"ppg", "PPO (openai/x)"} and set(table.baseline) == {"ppo"}
+    variances = np.array([7 / 3, 2 / 2])  # Welch: of the two means
+    freedom = variances.sum() ** 2 / (variances**2 / [2, 1]).sum()
+    half = scipy.stats.t.ppf(0.975, freedom) * variances.sum() ** 0.5
+    assert table.set_index("group").difference["ppg"] == f"+4.00 [{4 - half:+.2f}, {4 + half:+.2f}]"
+
+
+@pytest.mark.parametrize("x", ["global_step", "wall_time"])
+def test_a_line_is_the_mean_of_all_runs_and_ends_with_the_first(x):
+    steps = np.arange(1.0, 101)
+    curves = pd.concat([curve(np.full(n, float(n)), steps[:n], seed=n) for n in (40, 80, 100)])
+    [line] = report.draw_curves(curves, x, 100, "").axes[0].lines
+    assert line.get_xdata().tolist() == steps[:40].tolist() and set(line.get_ydata()) == {220 / 3}
+
+
+def test_no_two_groups_look_alike():
+    ours = [f"ppg_n_pi_{k}" for k in range(15)] + ["ppg_procgen", "ppg_detach", "ppg_procgen --arch detach"]
+    published = [f"PPO (openai/{source})" for source in ("train-procgen", "phasic-policy-gradient")]
+    looks = report.looks([group + levels for levels in ("", report.UNSEEN) for group in ours + published])
+    assert len(set(looks.values())) == len(looks) == 40
+    assert all(looks[group][0] == looks[group + report.UNSEEN][0] for group in ours)
+
+
+def test_runs_are_found_once_and_read(tmp_path):
+    folder = write_run(tmp_path / "sweep" / "runs", "maze", "wide", 3, num_levels=200, distribution_mode="hard")
+    write_events(folder / "wandb", [1], [1])  # inside a run folder: not a run
+    with open(folder / "metrics.csv", "a") as file:
+        file.write("1654784,3636,10")  # the running script has not yet written all of 104
+    runs, curves, notes = report.load_runs((tmp_path, tmp_path / "sweep", folder))
+    assert runs.iloc[0][["group", "env_id", "seed", "num_levels"]].tolist() == ["wide", "maze", 3, 200]
+    assert runs.last_step.tolist() == [100 * BATCH] and notes == []
+    assert curves.group.value_counts().to_dict() == {"wide": 100, "wide, unseen levels": 10}
+    assert curves.aux_phase[curves.group == "wide"].sum() == 3
+
+
 def test_cleanrl_events_become_means_of_the_last_100_episodes(tmp_path):
     returns = np.random.default_rng(0).normal(5, 2, 300)
     write_events(tmp_path / "bigfish__ppo__7__1700000000", returns, np.arange(300) * 10)
     runs, curves, _ = report.load_runs((tmp_path,))
     assert runs.iloc[0][["group", "env_id", "seed"]].tolist() == ["ppo (TensorBoard)", "bigfish", 7]
-    assert runs.iloc[0][report.SETTING].tolist() == ["easy", 0]
     last_100 = [returns[max(0, k - 99) : k + 1].mean() for k in range(300)]
     assert curves.episodic_return.tolist() == pytest.approx(last_100, abs=1e-5)
     assert curves.global_step.tolist() == [10 * k for k in range(300)]
 
 
-def test_broken_runs_are_named_and_do_not_stop_the_others(tmp_path, page):
-    for seed in (1, 2):
-        write_run(tmp_path / "good", seed=seed)
+def test_broken_and_foreign_runs_are_named_and_do_not_stop_the_others(tmp_path):
+    write_run(tmp_path / "good")
     (tmp_path / "link").symlink_to(write_run(tmp_path.with_name("elsewhere"), seed=3))  # a link is followed
-    write_run(tmp_path / "bad", distribution_mode="../easy")
-    broken = [write_run(tmp_path / "bad", seed=10 + k) for k in range(3)]
-    (broken[0] / "metrics.csv").write_bytes(b"\xff\xfe\x00" * 99)
-    (broken[1] / "metrics.csv").unlink()
-    (broken[2] / "args.json").write_text('{"args": {')
-    text, printed = page(tmp_path)
-    for folder in broken:
-        [note] = [line for line in printed.splitlines() if str(folder) in line]
-        assert "left out" in note and note in text
-    assert rows_of(text, "# Training runs")[2][:6] == ["ppg_procgen", "easy", "0", "1", "3", "3"]
-    assert not list(tmp_path.glob("easy*"))  # where the foreign mode leads
-    with pytest.raises(SystemExit, match="2"):
-        page(tmp_path, tmp_path / "misspelt")
+    write_run(tmp_path / "good", seed=4).joinpath("metrics.csv").write_text("global_step,wall_time\n256,1\n")
+    bad = [write_run(tmp_path / "bad", seed=10 + k) for k in range(4)]
+    bad.append(write_run(tmp_path / "bad", seed=20, distribution_mode="../../esc"))
+    (bad[0] / "metrics.csv").write_bytes(b"\xff\xfe\x00" * 99)
+    (bad[1] / "metrics.csv").unlink()
+    (bad[2] / "metrics.csv").write_text("global_step,wall_time\n16384")
+    (bad[3] / "args.json").write_text('{"args": {')
+    page = make_page(tmp_path / "out", tmp_path)
+    assert all(f"- {folder}: left out" in page for folder in bad) and page.count("left out") == len(bad)
+    assert rows_of(page, "# Training runs")[1][:6] == ["ppg_procgen", "easy", "0", "1", "3", "3"]
+    assert "no episode has finished yet: ppg_procgen starpilot seed 4" in page and not list(tmp_path.rglob("*esc*"))
+    with pytest.raises(SystemExit, match="report.py: no such file or folder: .*misspelt"):
+        make_page(tmp_path / "out", tmp_path, tmp_path / "misspelt")
 
 
-def test_runs_while_and_before_their_first_checkpoint_is_written(tmp_path, page):
-    (write_run(tmp_path) / "metrics.csv.tmp").touch()
-    (write_run(tmp_path, seed=2) / "metrics.csv").unlink()
-    _, printed = page(tmp_path)
-    assert printed.count("left out") == 1 and "starpilot__ppg_procgen__2: left out" in printed
-    assert "its first checkpoint is still to come" in printed
-
-
-def test_early_ends_and_repeats_are_said(tmp_path, page):
-    write_run(tmp_path, "maze", seed=1)
+def test_early_ends_and_repeats_are_said(tmp_path):
+    write_run(tmp_path, "maze", seed=1, total_timesteps=101 * BATCH - 1)  # finished: it is no multiple of the batch
     write_run(tmp_path, "maze", seed=2, num_rows=30, total_timesteps=100 * BATCH)
     again = write_run(tmp_path / "again", "maze", seed=1, num_rows=50)
-    _, printed = page(tmp_path, step=50 * BATCH)
-    repeat, early, absent, _ = printed.splitlines()
-    assert str(again) in repeat and "left out" in repeat
-    assert "still running: ppg_procgen maze seed 2 (at 491,520)" in early
-    assert "no value at 819,200 steps: ppg_procgen maze seed 2 (at 491,520)" in absent
+    page = make_page(tmp_path / "out", tmp_path, step=50 * BATCH)
+    repeat, early, absent = page.split("## Notes")[1].strip().split("\n\n")
+    assert f"{again}: left out" in repeat
+    assert early.endswith("still running: ppg_procgen maze seed 2 (at 491,520)")
+    assert absent.endswith("no value at 819,200 steps: ppg_procgen maze seed 2 (at 491,520)")
 
 
 def test_flags_that_change_the_numbers_make_groups(tmp_path):
-    write_run(tmp_path / "a", "maze", learning_rate=5e-4, start_level=3, aux_dtype="float32")
-    write_run(tmp_path / "b", "maze", learning_rate=1e-4, start_level=3)
-    write_run(tmp_path / "c", "miner", start_level=4, aux_dtype="bfloat16", num_rows=50)  # of another version
-    write_run(tmp_path / "a", "maze", "x", anneal_lr=True, arch="shared")
-    write_run(tmp_path / "b", "maze", "x", anneal_lr=True, arch="shared", num_rows=50)
+    write_run(tmp_path / "a", "maze", learning_rate=5e-4, start_level=3, cuda=True)
+    write_run(tmp_path / "b", "maze", learning_rate=1e-4, start_level=3, cuda=False)
+    write_run(tmp_path / "c", "miner", start_level=4, num_rows=50)  # of a script without learning_rate
+    write_run(tmp_path / "a", "maze", "x", anneal_lr=True, aux_dtype="float32")
+    write_run(tmp_path / "b", "maze", "x", anneal_lr=True, aux_dtype="bfloat16", num_rows=50)
     runs, _, notes = report.load_runs((tmp_path,))
-    groups = ["ppg_procgen", "ppg_procgen", "ppg_procgen --learning-rate 0.0001"]
-    groups += ["x --total-timesteps 1638400", "x --total-timesteps 819200"]
+    groups = ["ppg_procgen", "ppg_procgen --learning-rate 0.0001", "ppg_procgen --learning-rate 0.0005"]
+    groups += ["x --total-timesteps 1638400 --aux-dtype float32", "x --total-timesteps 819200 --aux-dtype bfloat16"]
     assert sorted(runs.group) == groups and notes == []
 
 
-@pytest.mark.parametrize("program", ["report.py", "evaluate.py"])
-def test_it_starts_from_a_notebook_and_beside_another_package_of_this_name(tmp_path, program):
-    (tmp_path / "benchmark.py").touch()
-    environment = os.environ | {"MPLBACKEND": "module://nowhere.backend_inline", "PYTHONPATH": str(tmp_path)}
-    subprocess.run([sys.executable, ROOT / "benchmark" / program, "--help"], env=environment, check=True)
+def test_different_scripts_in_a_group_are_said(tmp_path):
+    for seed, script in enumerate(["loss = x", "loss = -x", "loss = x"]):
+        write_run(tmp_path, "maze", seed=seed).joinpath("ppg_procgen.py").write_text(script)
+        args = write_run(tmp_path, "miner", "old", seed) / "args.json"
+        args.write_text(args.read_text().replace("abc", script))
+    for note, run in zip(report.load_runs((tmp_path,))[2], ["old miner", "ppg_procgen maze"], strict=True):
+        assert note.startswith("2 different scripts") and note.endswith(f"than most runs: {run} seed 1 (at 1,638,400)")
 
 
-# ---- pages and pictures
+@pytest.mark.parametrize("command", [[ROOT / "benchmark" / "report.py"], ["-m", "benchmark.report"]])
+def test_it_starts_as_a_file_anywhere_and_as_a_module(tmp_path, command):
+    write_run(tmp_path / "runs")
+    folder, environment = ROOT if command[0] == "-m" else tmp_path, os.environ | {"MPLBACKEND": "module://nowhere"}
+    argv = [sys.executable, *command, tmp_path / "runs", "--out", tmp_path / "out", "--reps", "50"]
+    subprocess.run(argv, cwd=folder, env=environment, check=True)
+    assert (tmp_path / "out" / "report.md").exists()
 
 
-def test_a_page_without_episodes(tmp_path, page):
-    (write_run(tmp_path) / "metrics.csv").write_text("global_step,wall_time\n256,1\n")
-    assert "no episode has finished yet: ppg_procgen starpilot seed 1" in page(tmp_path)[0]
-
-
-def test_a_page_on_many_levels(tmp_path, page):
-    for seed in (1, 2, 3):
-        for env_id in ("maze", "miner"):
-            write_run(tmp_path / "runs", env_id, seed=seed)
-    write_run(tmp_path / "runs", "maze", seed=4)  # scores over both games have the seeds of both
-    text, _ = page(tmp_path / "runs", step=96 * BATCH)
-    [header, maze, _] = rows_of(text, "### Return at 1,572,864 steps")
+def test_a_page_on_many_levels(tmp_path):
+    for env_id, seed in [("maze", 1), ("maze", 2), ("maze", 3), ("maze", 4), ("miner", 1), ("miner", 2), ("miner", 3)]:
+        write_run(tmp_path / "runs", env_id, seed=seed)
+    page = make_page(tmp_path / "out", tmp_path / "runs", step=96 * BATCH, thresholds=(4, 104))
+    [header, maze, _] = rows_of(page, "### Return at 1,572,864 steps")
     assert header == ["game", "ppg_procgen", "PPO (openai/train-procgen)"] and maze[1].endswith("] (4)")
-    [header, ours, published] = rows_of(text, "### Over maze, miner")
+    [_, ours, published] = rows_of(page, "### Over maze, miner")  # with the seeds that both games have
     assert ours[:2] == ["ppg_procgen", "3"] and ours[-1].startswith("1.000") and published[-1] == "-"
-    for name in ("easy_steps", "easy_time", "easy_profile_1"):
-        assert f"({name}.png)" in text
+    [header, maze, _] = rows_of(page, "### Steps to a return")
+    assert header == ["game", "group", "steps to 4", "hours to 4", "steps to 104", "hours to 104"]
+    assert maze[2:4] == ["49,152; 32,768; 16,384; 16,384", "0.03; 0.02; 0.01; 0.01"]
+    assert maze[4:] == ["–; –; –; 1,638,400", "–; –; –; 1.00"]
+    for name in ("easy_steps", "easy_time"):
         image = np.asarray(Image.open(tmp_path / "out" / f"{name}.png").convert("L"))
-        assert image.std() > 10 and image.shape[1] > 700
-
-
-def test_the_page_of_the_committed_runs(page):
-    """They are on one level, and have no scores."""
-    folder = ROOT / "benchmark" / "results" / "small"
-    text, _ = page(folder)
-    assert text == (folder / "page" / "report.md").read_text()
+        assert f"({name}.png)" in page and image.std() > 10 and image.shape[1] > 700
 
 
 @pytest.mark.slow
-def test_figure2_from_the_shell(tmp_path):
-    argv = [sys.executable, ROOT / "benchmark" / "report.py"]
-    subprocess.run([*argv, "--figure2"], cwd=tmp_path, check=True)
-    assert Image.open(tmp_path / "report" / "figure2.png").width > 1300
+def test_pictures_of_the_published_curves(monkeypatch):
+    saved = []
+    monkeypatch.setattr(report.plt.Figure, "savefig", lambda fig, path, **_: saved.append((path.name, len(fig.axes))))
+    runpy.run_module("benchmark.reference.figures", run_name="__main__")
+    assert saved == [("figure2.png", 16), ("n_pi.png", 2)]
