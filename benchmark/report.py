@@ -85,7 +85,6 @@ SCORE_TEXT = (
     "P(improvement): probability that a run has a higher score than a run of the baseline on the same game. In "
     "brackets: 95 % interval of a bootstrap over seeds, stratified by game."
 )
-PROFILE_CAPTION = "Performance profile: the fraction of runs with a score above each value, with 95 % intervals."
 
 
 @dataclass
@@ -393,22 +392,6 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> plt.F
     return fig
 
 
-def draw_profiles(scores: dict[str, np.ndarray], reps: int) -> plt.Figure:
-    """rliable's performance profiles: the share of runs, over all games, whose score lies above each threshold."""
-    everything = np.concatenate([matrix.ravel() for matrix in scores.values()])
-    thresholds = np.linspace(min(0, everything.min()), everything.max(), 101)
-    np.random.seed(0)  # rliable draws from numpy's global generator
-    profiles, intervals = library.create_performance_profile(scores, thresholds, reps=reps)
-    fig, ax = plt.subplots(figsize=(WIDTH / 1.75, 3))
-    for group, (color, style) in looks(list(scores)).items():
-        ax.plot(thresholds, profiles[group], color=color, linestyle=style, linewidth=2, label=group)
-        if len(scores[group]) >= MIN_SEEDS:
-            ax.fill_between(thresholds, *intervals[group], color=color, alpha=0.15, linewidth=0)
-    ax.set(xlabel="Score", ylabel="Fraction of runs with a higher score")
-    fig.legend(loc="lower center", bbox_to_anchor=(0.5, 0.9), frameon=False)
-    return fig
-
-
 def picture(fig: plt.Figure, path: Path, caption: str) -> str:
     """Save as PNG and SVG; returns the Markdown that shows it."""
     for suffix in (".png", ".svg"):
@@ -420,22 +403,18 @@ def picture(fig: plt.Figure, path: Path, caption: str) -> str:
 # ---- the page
 
 
-def report_scores(args: Args, path: Path, mode: str, values: pd.DataFrame) -> list[str]:
-    """Normalized scores: a table by game; aggregates and performance profiles for each set of games."""
+def report_scores(args: Args, mode: str, values: pd.DataFrame) -> list[str]:
+    """Normalized scores: a table by game, and aggregates for each set of games."""
     values = normalized(values, mode)
     text = ["### Normalized scores", SCORE_TEXT, game_table(values, "score", 3)]
     games_of = {group: set(values.env_id[values.group == group]) for group in in_order(values)}
     # groups can be compared on the same games only: a table for each set of games that one of our groups has
     game_sets = {tuple(sorted(games_of[group])) for group in set(values.group[values.own])}
-    for number, games in enumerate(sorted(game_sets, key=lambda games: (-len(games), games)), start=1):
+    for games in sorted(game_sets, key=lambda games: (-len(games), games)):
         groups = [group for group in games_of if set(games) <= games_of[group]]
         scores = {group: score_matrix(values[values.group == group], list(games)) for group in groups}
         text.append(f"### Over {', '.join(games) if len(games) < 16 else 'all 16 games'}")
         text.append(aggregate_table(scores, args.baseline, args.reps))
-        all_scores = np.concatenate([matrix.ravel() for matrix in scores.values()])
-        if np.ptp(all_scores) >= 0.05:  # a profile over a smaller range shows noise
-            fig = draw_profiles(scores, args.reps)
-            text.append(picture(fig, Path(f"{path}_profile_{number}"), PROFILE_CAPTION))
     return text
 
 
@@ -466,7 +445,7 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     text += ["### Return over time", picture(fig, Path(f"{path}_time"), CURVE_CAPTION)]
     # the published ranges are over many levels of Procgen
     if (num_levels == 0 or num_levels >= 100) and values.env_id.isin(RANGES.env_id).all():
-        text += report_scores(args, path, mode, values)
+        text += report_scores(args, mode, values)
 
     notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
     first_steps = published.groupby("group").global_step.min()
