@@ -123,14 +123,13 @@ def gpu_slots(args: Args) -> list[str | None]:
     if gpus is None:
         output = subprocess.getoutput("nvidia-smi --query-gpu=index --format=csv,noheader")
         gpus = ",".join(re.findall(r"^\d+$", output, re.MULTILINE)) or None  # other lines say what is wrong
-    workers = 1 if args.index is not None else args.workers  # of an array, --workers is the number of tasks
     if not gpus:
-        return [None if gpus is None else ""] * (workers or 1)
+        return [None if gpus is None else ""] * (args.workers or 1)
     slots = gpus.split(",")
-    if workers and workers > len(slots):
-        more = " ".join((slots * workers)[:workers])
-        say(f"--workers {workers}: {len(slots)} at a time, one for each GPU slot; for more: --gpus {more}")
-    return slots[:workers]
+    if args.index is None and args.workers and args.workers > len(slots):
+        more = " ".join((slots * args.workers)[: args.workers])
+        say(f"--workers {args.workers}: {len(slots)} at a time, one for each GPU slot; for more: --gpus {more}")
+    return slots[: args.workers]
 
 
 def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]:
