@@ -2,15 +2,8 @@
 # Does it still learn? Three games on one level each, five seeds: PPG with two networks, with one, and PPO, each run on
 # one thread of the CPU and as many at a time as there are cores. The same call again continues.
 #     bash benchmark/check_learning.sh                                flags of sweep.py may follow
-#     bash benchmark/check_learning.sh --baseline path/to/cleanrl     first flag: CleanRL's PPG as well, from its
-#                                                                     checkout, run by path/to/cleanrl/.venv/bin/python
 #     python benchmark/report.py sweeps/check_learning --out report   the page
 #     TINY=1 bash benchmark/check_learning.sh                         the same runs with 256 steps, in another folder
-cleanrl=
-if [ "$1" = --baseline ]; then
-    cleanrl=$(realpath -e "$2") || exit 2
-    shift 2
-fi
 source "$(dirname "$0")/common.sh"
 workers=$(env -u OMP_NUM_THREADS nproc)
 export OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES=
@@ -22,16 +15,12 @@ fi
 
 failed=0
 for game in starpilot:0 dodgeball:0 ninja:10; do  # game:level
-    level="--num-levels 1 --start-level ${game#*:}"
-    commands=("python3 ppg_procgen.py $level $ppg_flags --env-threads 0")
-    commands+=("python3 ppg_procgen.py $level $ppg_flags --env-threads 0 --arch detach --exp-name ppg_detach")
-    commands+=("python3 ppo_procgen.py $level $ppo_flags --env-threads 0")
-    if [ "$cleanrl" ]; then
-        run="${cleanrl@Q}/.venv/bin/python benchmark/run_cleanrl.py ${cleanrl@Q}/cleanrl/ppg_procgen.py"
-        commands+=("$run $level $ppg_flags --exp-name cleanrl_ppg")
-    fi
-    python3 benchmark/sweep.py --folder "$sweeps/check_learning/${game%:*}" --num-seeds 5 --workers "$workers" \
-        --env-ids "${game%:*}" --command "${commands[@]}" "$@"
+    level="--num-levels 1 --start-level ${game#*:} --env-threads 0"
+    # in parentheses: sweep ends its shell
+    (sweep "check_learning/${game%:*}" "${game%:*}" --num-seeds 5 --workers "$workers" --command \
+        "python3 ppg_procgen.py $level $ppg_flags" \
+        "python3 ppg_procgen.py $level $ppg_flags --arch detach --exp-name ppg_detach" \
+        "python3 ppo_procgen.py $level $ppo_flags" "$@")
     code=$?
     [ $code -le 1 ] || exit $code  # stopped, or bad flags; after failed runs, go on with the next game
     [ $code = 0 ] || failed=1

@@ -3,7 +3,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit
 all_games="bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot
     heist jumper leaper maze miner ninja plunder starpilot"
 table_games="starpilot bossfight bigfish"
-paper="--distribution-mode hard --num-envs 256 --num-aux-rollouts 16 --total-timesteps 100_000_000"
+paper="--distribution-mode hard --num-envs 256 --total-timesteps 100_000_000"
+paper_ppg="$paper --num-aux-rollouts 16"
 sweeps=sweeps tiny_ppo= tiny_ppg=
 if [ "$TINY" ]; then
     sweeps=sweeps/tiny

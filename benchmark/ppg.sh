@@ -1,4 +1,10 @@
 #!/usr/bin/env bash
-# PPG of the published table: 3 games × 3 seeds, 25M steps, all easy levels. Any flag of sweep.py may follow.
+# PPG of the published table: 3 games × 3 seeds, 25M steps, all easy levels. `bash benchmark/ppg.sh all`: all 16 games, in
+# the same folder, so that no run is done twice. Flags of sweep.py may follow.
 source "$(dirname "$0")/common.sh"
-sweep ppg $table_games --command "python3 ppg_procgen.py $tiny_ppg" "$@"
+games=$table_games
+if [ "$1" = all ]; then
+    games=$all_games
+    shift
+fi
+sweep ppg $games --command "python3 ppg_procgen.py $tiny_ppg" "$@"

@@ -11,7 +11,6 @@ Exit codes: 0: all runs are finished (--slurm: submitted); 1: some failed, and a
 or another sweep is at work in the folder; 128 + n: signal n (Ctrl-C, SIGTERM) stopped the sweep and its runs.
 """
 
-import ctypes
 import fcntl
 import os
 import re
@@ -27,9 +26,6 @@ from pathlib import Path
 
 import tyro
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it runs from any folder, with nothing installed
-from benchmark import require  # noqa: E402
-
 
 @dataclass
 class Args:
@@ -40,9 +36,15 @@ class Args:
     workers: int | None = None  # runs, or SLURM tasks, at a time; default: one for each GPU slot, or one on the CPU
     gpus: tuple[str, ...] | None = None  # GPU slots, as in 0 0 1 or 0,0,1; nothing after the flag: CPU; default: all
     retries: int = 2  # further attempts at a run that fails; bad arguments (exit code 2) are not tried again
-    dry_run: bool = False  # print the commands and do nothing
-    slurm: bool = False  # submit the unfinished runs as an array job with FOLDER/slurm.sbatch
+    dry_run: bool = False  # print the commands of the unfinished runs and do nothing
+    slurm: bool = False  # submit the unfinished runs as an array job with slurm.sbatch
     index: int | None = None  # do only the run with this number, counted from 0: for the tasks of the array job
+
+
+def require(condition: object, message: str) -> None:
+    if not condition:
+        print("sweep.py:", message, file=sys.stderr)
+        sys.exit(2)
 
 
 def say(text: str) -> None:
@@ -55,14 +57,12 @@ class Run:
         self.command = command  # without --run-dir or --resume: the folder may move
         self.run_dir = folder / "runs" / name
         self.log_file = folder / "logs" / f"{name}.log"
-        self.marker = self.run_dir / "finished"
         self.attempts = 0
-        self.lock_waits = 10  # a minute each: when a node is lost, its locks last for some minutes
-        self.start_time = 0.0  # not to be started before
 
     def is_finished(self) -> bool:
         """If the flags differ from those of the finished run, the script must say whether it accepts them."""
-        return self.marker.exists() and self.marker.read_text() == shlex.join(self.command)
+        marker = self.run_dir / "finished"
+        return marker.exists() and marker.read_text() == shlex.join(self.command)
 
     def argv(self) -> list[str]:
         has_begun = (self.run_dir / "args.json").exists()
@@ -78,9 +78,8 @@ class Run:
         with open(self.log_file, "a") as log:
             print(f"=== {time.strftime('%F %T')} {os.uname().nodename}:", shlex.join(self.argv()), file=log, flush=True)
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            # A new session: kill() reaches all processes of a run. prctl 1, PR_SET_PDEATHSIG: it dies with the sweep.
-            options = {"start_new_session": True, "preexec_fn": lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)}
-            self.process = subprocess.Popen(self.argv(), env=environment, **streams, **options)
+            # a new session: kill() reaches all processes of a run
+            self.process = subprocess.Popen(self.argv(), env=environment, start_new_session=True, **streams)
 
     def kill(self) -> None:
         """Kill all processes of the run. SIGKILL loses no more than SIGTERM: the run has its checkpoint."""
@@ -89,12 +88,9 @@ class Run:
         self.process.wait()
 
     def result(self) -> str:
-        code = self.process.returncode
-        if code <= 0:
-            return f"killed by {signal.Signals(-code).name}" if code else "finished"
-        lines = self.log_file.read_text(errors="replace").splitlines()
-        words = [line for line in lines if re.search(r"\w", line)]
-        return f"exit code {code}: {words[-1].strip(' │')[:500]}"  # tyro frames its messages
+        code = self.process.returncode  # -9: killed by signal 9
+        lines = re.findall(r"\w.*", self.log_file.read_text(errors="replace"))
+        return f"exit code {code}: {lines[-1]}" if code else "finished"
 
 
 def plan(args: Args) -> list[Run]:
@@ -104,11 +100,14 @@ def plan(args: Args) -> list[Run]:
     for text in args.command:
         words = shlex.split(text)
         require(words and shutil.which(words[0]), f"--command {text!r} does not begin with a program that exists")
-        own = re.search(r"--(env.id|seed|run.dir|resume)\b", text)
-        require(not own, f"--command {text!r}: the sweep sets {own and own[0]}")
-        script = next((word for word in words if word.endswith(".py")), words[0])
-        exp_name = re.search(r"--exp.name[= ]+(\S+)", text)
-        commands[exp_name[1] if exp_name else Path(script).stem] = words
+        flags = [word.partition("=")[0].replace("_", "-") for word in words]
+        for own in ("--env-id", "--seed", "--run-dir", "--resume"):
+            require(own not in flags, f"--command {text!r}: the sweep sets {own}")
+        exp_name = Path(next((word for word in words if word.endswith(".py")), words[0])).stem
+        if "--exp-name" in flags:
+            i = flags.index("--exp-name")
+            exp_name = words[i].partition("=")[2] or words[i + 1]
+        commands[exp_name] = words
     require(len(commands) == len(args.command), "commands need different names: give each its own --exp-name")
     args.folder = args.folder or Path("sweeps", next(iter(commands)))
     for seed in range(1, args.num_seeds + 1):
@@ -124,20 +123,23 @@ def gpu_slots(args: Args) -> list[str | None]:
     if gpus is None:
         output = subprocess.getoutput("nvidia-smi --query-gpu=index --format=csv,noheader")
         gpus = ",".join(re.findall(r"^\d+$", output, re.MULTILINE)) or None  # other lines say what is wrong
-    if gpus:
-        return gpus.split(",")[: args.workers]
-    return [None if gpus is None else ""] * (args.workers or 1)
+    if not gpus:
+        return [None if gpus is None else ""] * (args.workers or 1)
+    slots = gpus.split(",")
+    if args.index is None and args.workers and args.workers > len(slots):
+        more = " ".join((slots * args.workers)[: args.workers])
+        say(f"--workers {args.workers}: {len(slots)} at a time, one for each GPU slot; for more: --gpus {more}")
+    return slots[: args.workers]
 
 
-def work(waiting: list[Run], slots: list[str | None], retries: int, lock_wait: float = 60) -> list[Run]:
+def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]:
     """Do the runs. Returns those that failed."""
     running = []
     failed = []
     try:
         while waiting or running:
-            ready = [run for run in waiting if run.start_time <= time.monotonic()]
-            for run in ready[: len(slots)]:
-                waiting.remove(run)
+            while waiting and slots:
+                run = waiting.pop(0)
                 run.start(slots.pop(0))
                 running.append(run)
             time.sleep(0.1)
@@ -147,12 +149,7 @@ def work(waiting: list[Run], slots: list[str | None], retries: int, lock_wait: f
                 slots.append(run.slot)
                 say(f"{run.name}: {run.result()}")
                 if run.process.returncode == 0:
-                    run.marker.write_text(shlex.join(run.command))
-                elif run.result().endswith("is in use by another process") and run.lock_waits:
-                    run.lock_waits -= 1
-                    run.attempts -= 1  # this one does not count
-                    run.start_time = time.monotonic() + lock_wait
-                    waiting.append(run)
+                    (run.run_dir / "finished").write_text(shlex.join(run.command))
                 elif run.process.returncode == 2 or run.attempts > retries:
                     failed.append(run)
                 else:
@@ -169,9 +166,9 @@ def main(args: Args) -> int:
     require(args.workers is None or args.workers >= 1, "--workers must be at least 1")
     if args.index is not None:  # a task repeats the flags of the call that submitted it, and adds --index
         runs = [runs[args.index]]
+    todo = [run for run in runs if not run.is_finished()]
     if args.dry_run:
-        for run in runs:
-            print(f"# {run.name} is finished" if run.is_finished() else shlex.join(run.argv()))
+        print(*(shlex.join(run.argv()) for run in todo), sep="\n")
         return 0
     (args.folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = open(args.folder / "lock", "a+")
@@ -180,23 +177,24 @@ def main(args: Args) -> int:
         fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_EX if args.index is None else fcntl.LOCK_SH))
     except BlockingIOError:
         require(False, f"another sweep is at work in {args.folder}")
-    todo = [run for run in runs if not run.is_finished()]
     say(f"{args.folder}: {len(runs) - len(todo)} of {len(runs)} runs are finished")
-    if args.slurm and args.index is None and todo:
-        require(shutil.which("sbatch"), "this machine has no sbatch")
-        script = args.folder / "slurm.sbatch"
-        if not script.exists():
-            shutil.copy(Path(__file__).with_name("slurm.sbatch"), script)
+    if not todo:
+        return 0
+    if args.slurm and args.index is None:
+        script = Path(__file__).with_name("slurm.sbatch")
         array = ",".join(str(runs.index(run)) for run in todo) + (f"%{args.workers}" if args.workers else "")
-        output = args.folder / "logs" / "slurm-%A_%a.log"
-        options = [f"--array={array}", f"--job-name={args.folder.name}", f"--output={output}"]
+        options = [f"--array={array}", f"--job-name={args.folder.name}", f"--output={args.folder}/logs/slurm-%A_%a.log"]
         lock.close()  # the tasks may start before sbatch returns
         task = [sys.executable, Path(__file__).resolve(), *sys.argv[1:]]  # in this folder, where SLURM starts tasks
         return subprocess.run(["sbatch", *options, script, *task]).returncode
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
             signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
-    failed = work(todo, gpu_slots(args), args.retries) if todo else []
+    slots = gpu_slots(args)[: len(todo)]
+    if not any(slots):  # runs on the CPU share its cores; each would start a thread for every one
+        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // len(slots))))
+    failed = work(todo, slots, args.retries)
     for run in failed:
         say(f"FAILED {run.name}: {run.result()} (see {run.log_file})")
     say(f"{len(failed)} of {len(runs)} runs failed" if failed else "all runs are finished")

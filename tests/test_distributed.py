@@ -1,8 +1,7 @@
 """Several ranks, real processes that talk by gloo: the same algorithm as in one process, the same bits on every rank,
-lost ranks, torchrun, and the SLURM job of such a run."""
+lost ranks, and torchrun."""
 
 import itertools
-import os
 import re
 import signal
 import subprocess
@@ -11,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, TINY_PPG, as_flags, comparable, read_rows, same, train, wait_for
+from conftest import ROOT, TINY, TINY_PPG, as_flags, comparable, read_rows, same, train
 from worker import install_recording, install_scripted
 
 import ppg_procgen
@@ -154,35 +153,3 @@ def test_another_number_of_ranks_is_refused_in_one_line(ranks, trained):
     for result in ranks(ppg_procgen, {}, "--resume", trained()):
         assert result.returncode == 2 and result.stdout == ""
         assert re.fullmatch(r"ppg_procgen.py: these settings of the run cannot change: .*num_ranks\n", result.stderr)
-
-
-# ---- the SLURM job
-
-# stand-ins for SLURM's programs, and a torchrun that makes a run folder and goes on
-PROGRAMS = {
-    "torchrun": 'mkdir -p run; touch run/args.json; echo "$@" >call; mv call calls; sleep 1',
-    "srun": '[ "$1 $2" = "--kill-on-bad-exit=1 --cpus-per-task=32" ] && shift 2 && "$@"',
-    "scontrol": """case $* in
-        "requeue 123456") touch requeued ;;
-        "show hostnames node[3-4]") printf 'node3\nnode4\n' ;;
-    esac""",
-}
-SLURM = {"SLURM_JOB_ID": "123456", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[3-4]", "SLURM_CPUS_PER_TASK": "32"}
-
-
-def test_slurm_job_starts_resumes_and_asks_for_a_requeue(tmp_path):
-    (tmp_path / "bin").mkdir()
-    for name, source in PROGRAMS.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{source}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    environment = os.environ | SLURM | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    command = ["bash", ROOT / "benchmark" / "slurm_ranks.sbatch", "run", "--seed", "2"]
-    meet = "--nnodes 2 --nproc-per-node 4 --rdzv-id 123456 --rdzv-backend c10d --rdzv-endpoint node3:23456"
-    for flag in ("--run-dir", "--resume"):
-        process = subprocess.Popen(command, cwd=tmp_path, env=environment)
-        wait_for((tmp_path / "calls").exists)
-        process.send_signal(signal.SIGUSR1)
-        process.wait(30)
-        assert (tmp_path / "calls").read_text() == f"{meet} ppg_procgen.py {flag} run --seed 2\n"
-        (tmp_path / "calls").unlink()
-        (tmp_path / "requeued").unlink()  # it is there
