@@ -1,252 +1,264 @@
+"""Phasic Policy Gradient (Cobbe et al., 2021, https://arxiv.org/abs/2009.04416) on Procgen.
+
+    python ppg_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
+
+Each iteration, the policy phase                              in the code
+    rollouts of T steps in N environments                     act
+    advantages and value targets                              compute_gae
+    E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_loss, value_loss
+    add observations and targets to the buffer B
+After N_pi iterations, the auxiliary phase
+    pi_old on all of B, E_aux epochs on L_joint + L_value     aux_loss
+
+Sections 2 to 4 are the algorithm. On a first reading, skip section 1, ranks, run and CudaGraphs.
+M: samples, A: actions; a rollout is T steps of one environment. [PPG-k]: what PPO does not do.
+
+How to change it:
+    a loss           write f(args, out, chunk) as in section 3; name it in epochs or aux_epochs
+    the network      ImpalaCNN, and its heads in Agent and Outputs
+    what B stores    a name of rollout in the call of make_buffer
+    a coefficient    one that changes: a 0-dim tensor in minibatch, which losses get whole
+    the environment  ProcgenVectorEnv: spaces, reset, step as gymnasium's vector environments
+    records          to log: row["name"] = x; to have it after a resume: x = run.keep("name", x)
+
+Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help). The authors have minibatches of
+whole rollouts in the policy phase too, 256 environments, and hard levels.
+"""
+
 # /// script
 # requires-python = ">=3.10,<3.14"
 # dependencies = [
-#   "torch>=2.6,<2.14", "numpy", "tyro>=0.9", "tensorboard>=2.14", "wandb>=0.18",
+#   "torch>=2.6", "numpy", "tyro>=0.9", "filelock", "tensorboard>=2.14", "wandb>=0.18",
 #   "gym==0.26.2; python_version < '3.13'", "gym-notices<0.1; python_version < '3.13'",
 #   "setuptools<81; python_version < '3.13'",
 #   "procgen==0.10.7; python_version < '3.11'", "procgen-gym==0.1.1; python_version >= '3.13'",
 #   "procgen-mirror==0.10.7; python_version >= '3.11' and python_version < '3.13'",
 # ]
 # ///
-"""Phasic Policy Gradient (Cobbe et al., 2021, https://arxiv.org/abs/2009.04416) on Procgen.
 
-    python ppg_procgen.py --env-id starpilot
-
-Each iteration, the policy phase                              in the code
-    rollouts of T steps in N environments                     act, ProcgenVectorEnv
-    advantages and value targets                              RewardNormalizer, compute_gae
-    E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_and_value_loss, gradient_step
-    add observations and targets to the buffer B
-After N_pi iterations, the auxiliary phase
-    pi_old on all of B, E_aux epochs on L_joint + L_value     aux_loss, gradient_step
-
-Sections 2 to 4 are the algorithm. A rollout is T steps of one environment. M: samples of a
-minibatch, A: actions, [PPG-k]: see benchmark/GUIDE.md. Linux; B takes 6.4 GB of memory; from Python
-3.13 on, in six games a few pixels differ. Departures from the authors' code: bfloat16 in the
-auxiliary phase and TF32, where the hardware has them (off: --aux-dtype float32 --no-tf32);
-minibatches of single steps in the policy phase; 64 environments on easy levels.
-"""
-
-import argparse
 import contextlib
 import csv
 import ctypes
-import fcntl
-import functools
+import gc
 import json
 import math
 import os
-import shlex
-import signal
-import subprocess
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import IO, Annotated, Literal, NamedTuple, TextIO
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C: no traceback
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 import tyro
+from filelock import FileLock
+from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
-
-# torchrun starts several ranks, each with its own environments and GPU
-RANK = int(os.environ.get("RANK", 0))
-NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-
-
-def require(condition: bool, message: str) -> None:
-    if not condition:
-        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
-        sys.exit(2)
-
 
 # ---- 1 Arguments ----
 Game = Literal[
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
     "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
 ]  # fmt: skip
-NUM_LEVELS = 2**31 - 1  # Procgen draws level seeds from 0 to 2**31 - 2
 
 
-@dataclass(eq=False)  # by identity, as keys of CUDA graphs
+@dataclass(frozen=True, eq=False)  # fixed for a run; hashed by identity, as a key of CudaGraphs
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
-    seed: int = 1  # random seed; on a CPU, seed and number of threads fix all bits
+    seed: int = 1  # fixes all bits on a CPU, with the number of threads
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
-    resume: str | None = None  # run folder of an interrupted run, to continue it
-    eval_interval: int = 0  # iterations between evaluations, on levels above the training's
+    resume: str | None = None  # run folder of an interrupted run to continue
+    eval_interval: int = 0  # iterations between evaluations on unseen levels
     cuda: bool = True  # use the GPU if there is one
-    compile: bool = True  # on a GPU: torch.compile the networks
-    cuda_graphs: bool = True  # on a GPU: run updates and rollout steps as CUDA graphs
-    tf32: bool = True  # on a GPU: use TensorFloat-32
-    chunk_size: int = 0  # observations in a pass; 0: 512 on CPUs, 16384 on GPUs
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
     wandb_entity: str | None = None  # W&B team
     # environments
     distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0: all
-    start_level: int = 0  # first training level, with --num-levels
-    num_envs: int = 64  # N: parallel environments of each rank
-    env_threads: int = -1  # Procgen's threads; 0: the main thread; -1: by cores
+    start_level: int = 0  # first training level
+    num_envs: int = 64  # N: environments of each rank
+    env_threads: int = -1  # Procgen's threads; -1: by cores
     # policy phase
     num_steps: int = 256  # T: steps of each environment in a rollout
-    learning_rate: float = 5e-4  # Adam's learning rate
+    learning_rate: float = 5e-4  # Adam's, in the policy phase
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
-    gae_lambda: float = 0.95  # lambda of generalized advantage estimation
-    reward_gamma: float = 0.99  # discount in the normalization of rewards
-    num_minibatches: int = 8  # minibatches of an epoch over each rank's N * T samples
+    gae_lambda: float = 0.95  # lambda of advantage estimation
+    reward_gamma: float = 0.99  # discount of reward normalization
+    num_minibatches: int = 8  # minibatches of an epoch over T * N samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
-    e_value: Annotated[int, tyro.conf.arg(aliases=["--v-value"])] = 1  # E_V: value epochs
+    e_value: int = 1  # E_V: value epochs of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
-    kl_coef: float = 0.0  # beta_pi of the paper's KL variant: --clip-coef 0 --kl-coef 1
+    kl_coef: float = 0.0  # beta_pi; the paper's variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the mean squared error of the values
-    clip_vloss: bool = False  # clip the change of the value by --clip-coef
-    max_grad_norm: float = 0.0  # clip the norm of the gradient; 0: no clipping
+    vf_coef: float = 0.5  # weight of the squared error of values
+    max_grad_norm: float = 0.0  # clip the gradient's norm; 0: no clipping
     # dual: two networks; detach: one, its value head reads detached features; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: policy iterations before an auxiliary phase; short runs: 8
+    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; short runs: 8
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
-    aux_learning_rate: float = 5e-4  # Adam's learning rate in the auxiliary phase
-    beta_clone: float = 1.0  # weight of KL[pi_old, pi], the behavioral cloning loss
-    num_aux_rollouts: int = 4  # full rollouts of each rank in an auxiliary minibatch
-    single_optimizer: bool = False  # one Adam with --learning-rate for both phases, as in CleanRL
-    aux_device: Literal["cuda", "cpu"] = "cuda"  # where B is: on the GPU, if any, or in host memory
-    aux_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 where it is fast
+    aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
+    beta_clone: float = 1.0  # weight of KL[pi_old, pi]
+    num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
+    # speed, memory. aux_dtype is for encoders in the auxiliary phase; bfloat16: RTX 30 and later,
+    # CPUs with AMX or avx512_bf16
+    aux_dtype: Literal["float32", "bfloat16"] = "float32"
+    cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
+    compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
+    chunk_size: int = 1024  # observations in a pass; less saves memory
+    buffer_on_cpu: bool = False  # keep B in host memory
 
-    def __post_init__(self) -> None:
-        settle(self)  # adds device, num_ranks, batch_size, num_iterations, num_phases and others
+    @property
+    def device(self) -> str:
+        return f"cuda:{LOCAL_RANK}" if self.cuda and torch.cuda.is_available() else "cpu"
+
+    @property
+    def num_iterations(self) -> int:
+        return self.total_timesteps // (NUM_RANKS * self.num_envs * self.num_steps)
+
+    @property
+    def num_phases(self) -> int:
+        return self.num_iterations // self.n_iteration if self.e_auxiliary > 0 else 0
 
 
 # ---- 2 Networks ----
 @torch.no_grad()
 def normalized_init(layer: nn.Module, scale: float) -> nn.Module:
     """[PPG-1] Rescale the weights of each output unit to an L2 norm of scale. Biases are 0."""
-    dims = tuple(range(1, layer.weight.dim()))
-    layer.weight *= scale / torch.linalg.vector_norm(layer.weight, dim=dims, keepdim=True)
+    units = nn.functional.normalize(layer.weight.flatten(1))
+    layer.weight.copy_(scale * units.view_as(layer.weight))
     layer.bias.zero_()
     return layer
 
 
 class ResidualBlock(nn.Module):
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int):
         super().__init__()
         scale = (3 * 2) ** -0.25  # sqrt(1 / sqrt(3 stacks) / sqrt(2 blocks))
         self.conv0 = normalized_init(nn.Conv2d(channels, channels, 3, padding=1), scale)
         self.conv1 = normalized_init(nn.Conv2d(channels, channels, 3, padding=1), scale)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.conv1(F.relu(self.conv0(F.relu(x))))
-
-
-class ConvSequence(nn.Module):
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__()
-        self.conv = normalized_init(nn.Conv2d(in_channels, out_channels, 3, padding=1), 1.0)
-        self.blocks = nn.Sequential(ResidualBlock(out_channels), ResidualBlock(out_channels))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.blocks(F.max_pool2d(self.conv(x), 3, stride=2, padding=1))
+    def forward(self, x):
+        return x + self.conv1(self.conv0(x.relu()).relu())
 
 
 class ImpalaCNN(nn.Module):
-    """uint8 images (M, height, width, channels) to features (M, 256)."""
+    """uint8 images (M, height, width, channels) to features (M, 256), through three stacks."""
 
     num_features = 256
 
-    def __init__(self, obs_shape: tuple[int, int, int] = (64, 64, 3)) -> None:
+    def __init__(self, obs_shape: tuple[int, int, int]):
         super().__init__()
         height, width, channels = obs_shape
+        layers = []
+        for in_channels, out_channels in ((channels, 16), (16, 32), (32, 32)):
+            conv = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+            layers += [normalized_init(conv, 1.0), nn.MaxPool2d(3, stride=2, padding=1)]
+            layers += [ResidualBlock(out_channels), ResidualBlock(out_channels)]
+        self.stacks = nn.Sequential(*layers)
         size = 32 * math.ceil(height / 8) * math.ceil(width / 8)  # each stack halves the image
-        stacks = ConvSequence(channels, 16), ConvSequence(16, 32), ConvSequence(32, 32)
-        self.stacks = nn.Sequential(*stacks)
         self.dense = normalized_init(nn.Linear(size, self.num_features), 1.4)
 
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
+    def forward(self, obs):
         x = obs.permute(0, 3, 1, 2) / 255.0  # NHWC in memory: channels_last costs no copy
-        x = F.relu(self.stacks(x)).flatten(1)
-        return F.relu(self.dense(x))
+        x = self.stacks(x).relu().flatten(1)
+        return self.dense(x).relu()
 
 
-class Outputs(NamedTuple):  # None: not computed
-    logits: torch.Tensor | None  # (M, A)
-    aux_values: torch.Tensor | None  # (M,)
-    values: torch.Tensor | None  # (M,)
+class Outputs(NamedTuple):
+    logits: Tensor  # (M, A)
+    aux_values: Tensor  # (M,)
+    values: Tensor  # (M,)
 
 
 class Agent(nn.Module):
     """dual: policy and auxiliary value heads on one encoder, the value head on another. detach: all
-    heads on one encoder, which the value head does not train. shared: all heads train it."""
+    on one encoder, which the value head does not train. shared: all train it."""
 
-    def __init__(self, args: Args, envs: "ProcgenVectorEnv") -> None:
+    def __init__(self, args: Args, envs):
         super().__init__()
         self.arch = args.arch
-        self.policy_encoder = ImpalaCNN(envs.obs_shape)
+        obs_shape = envs.single_observation_space.shape
+        num_actions = int(envs.single_action_space.n)
+        self.policy_encoder = ImpalaCNN(obs_shape)
         num_features = self.policy_encoder.num_features
-        self.policy_head = normalized_init(nn.Linear(num_features, envs.num_actions), 0.1)
+        self.policy_head = normalized_init(nn.Linear(num_features, num_actions), 0.1)
         self.aux_value_head = normalized_init(nn.Linear(num_features, 1), 0.1)
         if self.arch == "dual":
-            self.value_encoder = ImpalaCNN(envs.obs_shape)
+            self.value_encoder = ImpalaCNN(obs_shape)
         self.value_head = normalized_init(nn.Linear(num_features, 1), 0.1)
 
-    def forward(self, obs, policy: bool = True, value: bool = True) -> Outputs:
-        """obs: uint8 (M, height, width, channels). policy and value: which outputs are needed."""
-        logits = aux_values = values = None
-        if policy or self.arch != "dual":
-            features = self.policy_encoder(obs)
-            logits = self.policy_head(features)
-            aux_values = self.aux_value_head(features).squeeze(-1)
-        if value:
-            if self.arch == "dual":
-                features = self.value_encoder(obs)
-            elif self.arch == "detach":
-                features = features.detach()  # else L_value would train the policy's encoder
-            values = self.value_head(features).squeeze(-1)
+    def forward(self, obs: Tensor, bf16: bool = False) -> Outputs:
+        """obs: (M, height, width, channels). bf16: for the encoders only; it would round a value of
+        20 to 1/8."""
+        # no cache: a CUDA graph would keep its weights
+        with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
+            features = self.policy_encoder(obs).float()
+            value_features = self.value_encoder(obs).float() if self.arch == "dual" else features
+        if self.arch == "detach":
+            value_features = features.detach()  # else L_value would train the policy's encoder
+        logits = self.policy_head(features)
+        aux_values = self.aux_value_head(features).squeeze(-1)
+        values = self.value_head(value_features).squeeze(-1)
         return Outputs(logits, aux_values, values)
 
 
 class Policy:
-    """pi(.|o) at M observations: a categorical distribution, from logits (M, A)."""
+    """pi(.|o) at M observations: categorical, from logits (M, A). It never waits for the GPU."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
+    def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
 
-    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
-        """Actions (M,). Gumbel-max: torch's Categorical waits for the GPU."""
-        noise = torch.empty_like(self.logprobs).exponential_(generator=generator).log()
-        return (self.logprobs - noise).argmax(-1)
+    def sample(self, generator=None):
+        """Actions (M,), by the Gumbel-max trick: -log(Exp(1)) has Gumbel's distribution."""
+        gumbel = -torch.empty_like(self.logprobs).exponential_(generator=generator).log()
+        return (self.logprobs + gumbel).argmax(-1)
 
-    def log_prob(self, actions: torch.Tensor) -> torch.Tensor:  # (M,), like all below
+    def log_prob(self, actions):  # (M,), like all below
         return self.logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
-    def entropy(self) -> torch.Tensor:
+    def entropy(self):
         return -(self.logprobs.exp() * self.logprobs).sum(-1)
 
-    def kl_to(self, other: "Policy") -> torch.Tensor:
+    def kl_to(self, other):
         return (self.logprobs.exp() * (self.logprobs - other.logprobs)).sum(-1)
 
 
 # ---- 3 Estimates, losses, gradient step ----
-def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float) -> np.ndarray:
-    """Advantages (T, N) by generalized advantage estimation (Schulman et al., 2016), in numpy.
+class RewardNormalizer:
+    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1} in all
+    rollouts so far, and clips them to [-10, 10]."""
+
+    def __init__(self, args: Args):
+        self.gamma = args.reward_gamma
+        self.sums = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
+        # number, sum, sum of squares of all R_t; a weak prior of variance 1
+        self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
+
+    def __call__(self, raw_rewards, firsts):
+        """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
+        for reward, first in zip(all_envs(raw_rewards), all_envs(firsts)[:-1], strict=True):
+            self.sums = reward + self.gamma * (1 - first) * self.sums
+            self.moments += torch.stack([self.sums**0, self.sums, self.sums**2]).sum(1)
+        number, total, squares = self.moments
+        variance = squares / number - (total / number) ** 2
+        return (raw_rewards / (variance + 1e-8).sqrt()).clamp(-10, 10)
+
+
+def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float):
+    """Advantages (T, N) by generalized advantage estimation (Schulman et al., 2016).
     rewards: (T, N). values, firsts: (T + 1, N); firsts[t] is 1 where o_t begins an episode."""
     nonterminal = 1 - firsts[1:]
     deltas = rewards + gamma * values[1:] * nonterminal - values[:-1]
-    advantages = np.empty_like(deltas)
+    advantages = torch.empty_like(deltas)
     last_gae = 0.0
     for t in reversed(range(len(rewards))):
         last_gae = deltas[t] + gamma * gae_lambda * nonterminal[t] * last_gae
@@ -254,43 +266,17 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float) -> np.
     return advantages
 
 
-def cuda_graph(function: Callable) -> Callable:
-    """On a GPU, a CUDA graph for each set of positional arguments. Tensors are passed by name."""
-    get_graph = functools.cache(lambda *fixed: CudaGraph(function, fixed))
-
-    @functools.wraps(function)
-    def call(agent, args, *others, **tensors):
-        if args.device == "cpu" or not args.cuda_graphs:
-            return function(agent, args, *others, **tensors)
-        return get_graph(agent, args, *others)(**tensors)
-
-    return call
-
-
-# In a CUDA graph, Python code runs in the first four calls only. Then print() stops, .item() fails,
-# and numbers keep their value; a flag that changes ends the run. To debug: --no-cuda-graphs.
-@cuda_graph
-@torch.no_grad()
-def act(agent, args, *, obs) -> dict:
-    """A step of the policy. The loop stores all that it returns, each (N, ...)."""
-    out = agent(obs)
+# A loss takes a chunk of a minibatch, tensors (M, ...) by name, and the agent's outputs (out). It
+# returns (loss, statistics to log), all means over the chunk, as gradient_step adds chunks up:
+# nothing in a loss may depend on its other samples.
+def policy_loss(args: Args, out: Outputs, chunk: dict):
+    """-L_clip + beta_pi KL - c S[pi]."""
     pi = Policy(out.logits)
-    actions = pi.sample()
-    return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
-
-
-# A loss sees a chunk of a minibatch: it must be a mean over samples, without batch statistics
-def policy_loss(agent, args, obs, actions, old_logprobs, advantages, out=None, **unused):
-    """-L_clip + beta_pi KL - c S[pi], and statistics to log. obs: (M, height, width, channels), all
-    others: (M,). out: what the agent gives for obs, if that is known."""
-    out = agent(obs, value=False) if out is None else out
-    pi = Policy(out.logits)
-    logratio = pi.log_prob(actions) - old_logprobs
+    logratio = pi.log_prob(chunk["actions"]) - chunk["logprobs"]
     ratio = logratio.exp()
-    clipped_ratio = ratio
-    if args.clip_coef > 0:
-        clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    pg_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()
+    epsilon = args.clip_coef or math.inf
+    clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon)
+    pg_loss = -torch.min(ratio * chunk["advantages"], clipped_ratio * chunk["advantages"]).mean()
     kl_k2 = 0.5 * logratio.square().mean()  # the authors' estimate of KL
     pi_loss = pg_loss + args.kl_coef * kl_k2
     entropy = pi.entropy().mean()
@@ -301,414 +287,370 @@ def policy_loss(agent, args, obs, actions, old_logprobs, advantages, out=None, *
     return pi_loss - args.ent_coef * entropy, stats
 
 
-def value_loss(agent, args, obs, targets, old_values, out=None, **unused):
-    """L_value, and statistics to log."""
-    out = agent(obs, policy=False) if out is None else out
-    squared_errors = (out.values - targets).square()
-    if args.clip_vloss and args.clip_coef > 0:
-        change = (out.values - old_values).clamp(-args.clip_coef, args.clip_coef)
-        squared_errors = torch.max(squared_errors, (old_values + change - targets).square())
-    v_loss = args.vf_coef * squared_errors.mean()
+def value_error(values, targets):
+    """Mean squared error of values (M,), for all losses."""
+    assert values.shape == targets.shape, f"values {values.shape}, targets {targets.shape}"
+    return (values - targets).square().mean()
+
+
+def value_loss(args: Args, out: Outputs, chunk: dict):
+    """L_value."""
+    v_loss = args.vf_coef * value_error(out.values, chunk["targets"])
     return v_loss, {"value_loss": v_loss}
 
 
-def policy_and_value_loss(agent, args, **minibatch):
-    """Their sum, from one forward pass."""
-    out = agent(minibatch["obs"])
-    pi_loss, pi_stats = policy_loss(agent, args, **minibatch, out=out)
-    v_loss, v_stats = value_loss(agent, args, **minibatch, out=out)
-    return pi_loss + v_loss, pi_stats | v_stats
-
-
-def aux_forward(agent, args, obs, value: bool = True) -> Outputs:
-    """The agent in the auxiliary phase's precision, its outputs in float32."""
-    is_bfloat16 = args.aux_dtype == "bfloat16"
-    # no autocast cache: it would freeze the bfloat16 copy of the weights in a CUDA graph
-    with torch.autocast(obs.device.type, torch.bfloat16, enabled=is_bfloat16, cache_enabled=False):
-        out = agent(obs, value=value)
-    return Outputs(*(x if x is None else x.float() for x in out))
-
-
-def aux_loss(agent, args, obs, pi_old, targets, **unused):
-    """L_joint + L_value over full rollouts, and statistics to log. pi_old: the logits (M, A) of the
-    policy as the phase began. targets: (M,), those of the policy phase."""
-    out = aux_forward(agent, args, obs)
-    assert out.aux_values.shape == targets.shape
-    kl_loss = Policy(pi_old).kl_to(Policy(out.logits)).mean()
-    aux_value_loss = 0.5 * (out.aux_values - targets).square().mean()
-    v_loss = 0.5 * (out.values - targets).square().mean()
-    loss = aux_value_loss + args.beta_clone * kl_loss + v_loss
+def aux_loss(args: Args, out: Outputs, chunk: dict):
+    """L_joint + L_value, L_joint = (V_aux - V_targ)^2 / 2 + beta_clone KL[pi_old, pi]. vf_coef is
+    the policy phase's only."""
+    aux_value_loss = 0.5 * value_error(out.aux_values, chunk["targets"])
+    kl_loss = Policy(chunk["old_logits"]).kl_to(Policy(out.logits)).mean()
+    joint_loss = aux_value_loss + args.beta_clone * kl_loss
+    v_loss = 0.5 * value_error(out.values, chunk["targets"])
     stats = {"kl_loss": kl_loss, "aux_value_loss": aux_value_loss, "real_value_loss": v_loss}
-    return loss, stats
+    return joint_loss + v_loss, stats
 
 
-@cuda_graph
-def gradient_step(agent, args, optimizer, loss_fn: Callable, **minibatch) -> dict:
-    """One optimizer step on loss_fn's mean over the minibatches of all ranks, in chunks to save
-    memory. Returns means of its statistics on the device, so it does not wait for the GPU."""
-    optimizer.zero_grad()  # else the last phase's gradients would be part of this step
+@torch.no_grad()
+def act(agent: Agent, obs: Tensor):
+    """A step of the policy. The loop stores all that it returns, each (N, ...)."""
+    out = agent(obs)
+    pi = Policy(out.logits)
+    actions = pi.sample()
+    return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
+
+
+# A CUDA graph freezes positional arguments: tensors go by name
+def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
+    """One step on the gradient of the summed losses, averaged over ranks. Returns statistics, means
+    over the minibatch, by name, on the device: it does not wait for the GPU."""
+    optimizer.zero_grad()  # else gradients of the other phase would be part of this step
     stats = {}
     mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.max_chunk):
-        chunk = {name: x[start : start + args.max_chunk] for name, x in minibatch.items()}
+    for start in range(0, mb_size, args.chunk_size):  # in chunks, to save memory
+        part = slice(start, start + args.chunk_size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
         share = len(chunk["obs"]) / mb_size
-        loss, chunk_stats = loss_fn(agent, args, **chunk)
-        (loss * share).backward()
+        out = agent(chunk["obs"], bf16)
+        total = 0.0
+        chunk_stats = {}
+        for loss_fn in losses:
+            loss, loss_stats = loss_fn(args, out, chunk)
+            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
+            total += loss * share
+            chunk_stats |= loss_stats
+        total.backward()
+        del out  # else what no loss has used stays in memory beside the next chunk
         for name, x in chunk_stats.items():
-            stats[name] = stats.get(name, 0) + x.detach() * share
+            stats[name] = stats.get(name, 0.0) + x.detach() * share
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)
-    stats["grad_norm"] = nn.utils.get_total_norm([x.grad for x in params])
-    if args.max_grad_norm > 0:
-        nn.utils.clip_grads_with_norm_(params, args.max_grad_norm, stats["grad_norm"])
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
     optimizer.step()
     return stats
 
 
+def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
+    """[PPG-2] Adam with epsilon 1e-8. It skips parameters without a gradient."""
+    lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
+    return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
+
+
 # ---- 4 Training loop ----
-def train(args: Args, state: dict) -> None:
-    """Algorithm 1 of the paper. state: a checkpoint, or iteration 0."""
+def train(args: Args, run: "Run"):
+    """Algorithm 1 of the paper. run.keep: save this, and in a resumed run restore it."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
-    set_up_device(args)
-    if NUM_RANKS > 1:
-        dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
     torch.manual_seed(args.seed)  # all ranks make the same networks
-    rank_seed = args.seed * NUM_RANKS + RANK  # differs by rank
-    envs = make_envs(args, rank_seed, args.start_level, args.num_levels)
-    agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
-    compile_encoders(agent, args)
+    envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
+    first_obs = torch.from_numpy(envs.reset()[0])
+    run.keep("envs", envs, own=True)
+    agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
+    # [PPG-3] one Adam for each phase, and one for value epochs on their own
+    optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
+    value_optimizer = run.keep("value_optimizer", make_optimizer(agent, args.learning_rate))
+    aux_optimizer = run.keep("aux_optimizer", make_optimizer(agent, args.aux_learning_rate))
+    # Epochs: an optimizer, and losses that share a forward pass
+    epochs = [(optimizer, (policy_loss, value_loss))] * args.e_policy
+    if args.e_policy != args.e_value:  # the authors' code has the value epochs first
+        epochs = [(value_optimizer, (value_loss,))] * args.e_value
+        epochs += [(optimizer, (policy_loss,))] * args.e_policy
+    aux_epochs = [(aux_optimizer, (aux_loss,))] * args.e_auxiliary
+    bf16 = args.aux_dtype == "bfloat16"
+    if args.compile:
+        compile_encoders(agent)
+    act_step = CudaGraphs(act) if args.cuda_graphs else act
+    take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    optimizer = make_optimizer(agent, args.learning_rate)  # after all networks
-    value_optimizer = aux_optimizer = optimizer
-    if not args.single_optimizer:
-        value_optimizer = make_optimizer(agent, args.learning_rate)  # for E_V != E_pi
-        aux_optimizer = make_optimizer(agent, args.aux_learning_rate)  # [PPG-3]
+    # A rollout, time first. Row T of obs and firsts is row 0 of the next
+    obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
+    obs[T] = first_obs
+    run.keep("next_obs", obs[T], own=True)
+    firsts = run.keep("firsts", torch.ones((T + 1, N)), own=True)  # 1: o_t begins an episode
+    raw_rewards = torch.empty((T, N))
+    episodes = run.keep("episodes", EpisodeStatistics(args))
+    reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
+    # The paper's buffer B, (T, N_pi * N, ...): what it takes of rollout, and an example
+    buffer = make_buffer(args, obs=obs[:T], targets=raw_rewards)
 
-    # Storage, time first; what act returns is stored in the loop
-    obs = torch.empty((T, N, *envs.obs_shape), dtype=envs.obs_dtype, device=device)
-    pinned_obs = torch.empty(obs.shape[1:], dtype=obs.dtype, pin_memory=device.type == "cuda")
-    rewards = np.empty((T, N), np.float32)
-    # 1 where o_t begins an episode, as in a run's first step; row T is row 0 of the next iteration
-    firsts = np.ones((T + 1, N), np.float32)
-    episodes = EpisodeStatistics(NUM_RANKS * N)
-    reward_normalizer = RewardNormalizer(NUM_RANKS * N, args.reward_gamma)
-
-    # The paper's buffer B, rollouts first. To store more of batch, add a tensor of that name
-    capacity = args.n_iteration * N if args.num_phases > 0 else 0
-    aux_device = device if args.aux_device == "cuda" else "cpu"
-    buffer = {"targets": torch.full((capacity, T), math.nan, device=aux_device)}
-    buffer["obs"] = torch.empty((capacity, T, *envs.obs_shape), dtype=obs.dtype, device=aux_device)
-
-    # Start, or continue: what is not in shared or rank_state begins anew
-    if NUM_RANKS > 1:
-        torch.manual_seed(rank_seed)  # from here on, draws differ by rank
-    shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
-    shared.update(optimizer=optimizer, value_optimizer=value_optimizer, aux_optimizer=aux_optimizer)
-    if state["iteration"] > 0:
-        rank_state = restore_checkpoint(args, state, shared)
-        envs.load_state_dict(rank_state["envs"])
-        firsts[T] = rank_state["firsts"]
-    logger = Logger(args, state["rows"]) if RANK == 0 else None
-    eval_envs = None
-    if args.eval_interval > 0 and RANK == 0:
-        above = args.start_level + args.num_levels  # the first level not in training
-        eval_envs = make_envs(args, NUM_LEVELS - args.seed, above, NUM_LEVELS - above)
-    next_obs, _ = envs.reset()  # Procgen: present observations, restored or new
-
-    for iteration in range(state["iteration"] + 1, args.num_iterations + 1):
-        row = {"iteration": iteration, "global_step": iteration * args.batch_size * NUM_RANKS}
+    for iteration in range(run.iteration + 1, args.num_iterations + 1):
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # the same in a resumed run
+        row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         for opt in (optimizer, value_optimizer, aux_optimizer):
-            group = opt.param_groups[0]
-            group["lr"].fill_(lr_fraction * group["initial_lr"])  # in place, for CUDA graphs
-        row["charts/learning_rate"] = lr_fraction * args.learning_rate
+            for group in opt.param_groups:
+                group["lr"].fill_(lr_fraction * group.setdefault("initial_lr", group["lr"].item()))
+        row["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
 
-        # ==== Policy phase: perform rollouts under current policy pi ====
-        rollout_start = time.monotonic()
+        # ==== Policy phase: rollouts under pi ====
+        obs[0] = obs[T]
         firsts[0] = firsts[T]
         steps = []
         for t in range(T):
-            np.copyto(pinned_obs.numpy(), next_obs, casting="no")  # fails if the dtypes differ
-            obs[t].copy_(pinned_obs, non_blocking=True)
-            steps.append(act(agent, args, obs=obs[t]))
+            steps.append(act_step(agent, obs=obs[t]))  # actions, logprobs, values
             actions = steps[t]["actions"].cpu().numpy()  # waits for the GPU
-            next_obs, rewards[t], terminated, truncated, _ = envs.step(actions)
-            firsts[t + 1] = terminated | truncated
-        all_rewards = np.hstack(all_ranks(rewards))
-        all_firsts = np.hstack(all_ranks(firsts))
-        row.update(episodes.update(all_rewards, all_firsts))
+            next_obs, rewards, terminated, truncated, _ = envs.step(actions)
+            obs[t + 1] = torch.from_numpy(next_obs)
+            raw_rewards[t] = torch.from_numpy(rewards)
+            firsts[t + 1] = torch.from_numpy(terminated | truncated)
+        rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+        rollout["obs"] = obs[:T]
+        row.update(episodes.update(raw_rewards, firsts))
 
-        # ==== Policy phase: targets, epochs ====
-        policy_start = time.monotonic()
-        row["time/rollout"] = policy_start - rollout_start
-        # Compute value function target V_targ for each state s_t
-        rollout = {name: torch.stack([x[name] for x in steps]) for name in steps[0]}  # (T, N)
+        # ==== Policy phase: value targets V_targ ====
         with torch.no_grad():
-            last_values = agent(torch.from_numpy(next_obs).to(device), policy=False).values
-        values = torch.cat([rollout["values"], last_values.unsqueeze(0)]).cpu().numpy()
-        scaled_rewards = reward_normalizer(rewards, all_rewards, all_firsts)
-        advantages = compute_gae(scaled_rewards, values, firsts, args.gamma, args.gae_lambda)
+            last_values = agent(obs[T]).values
+        # on the CPU: T small steps
+        values = torch.cat([rollout["values"], last_values.unsqueeze(0)]).cpu()  # (T + 1, N)
+        normalized_rewards = reward_normalizer(raw_rewards, firsts)
+        advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        all_advantages = np.concatenate(all_ranks(advantages))  # V_targ - V
-        all_targets = np.concatenate(all_ranks(targets))
-        row["losses/explained_variance"] = 1 - all_advantages.var() / all_targets.var()
-        # [PPG-4] normalized over the whole batch
-        normalized = (advantages - all_advantages.mean()) / (all_advantages.std() + 1e-8)
-        batch = {
-            "obs": obs.flatten(0, 1),  # (T * N, ...), like all below
-            "actions": rollout["actions"].flatten(0, 1),
-            "old_logprobs": rollout["logprobs"].flatten(),
-            "advantages": torch.from_numpy(normalized).flatten().to(device),
-            "targets": torch.from_numpy(targets).flatten().to(device),
-            "old_values": rollout["values"].flatten(),
-        }
+        std, mean = torch.std_mean(all_envs(advantages), correction=0)
+        row["losses/explained_variance"] = 1 - (std / all_envs(targets).std(correction=0)) ** 2
+        # [PPG-4] advantages are normalized over the whole batch, not in each minibatch
+        rollout["advantages"] = ((advantages - mean) / (std + 1e-8)).to(device)
+        rollout["targets"] = targets.to(device)
 
-        # Optimize L_clip + c S[pi] wrt theta_pi for E_pi epochs, L_value wrt theta_V for E_V epochs
-        if args.e_policy == args.e_value:
-            epochs = [(policy_and_value_loss, optimizer)] * args.e_policy
-        else:  # the paper lists the value epochs last, the authors' code has them first
-            epochs = [(value_loss, value_optimizer)] * args.e_value
-            epochs += [(policy_loss, optimizer)] * args.e_policy
+        # ==== Policy phase: E_pi epochs on L_clip + c S[pi], E_V epochs on L_value ====
+        batch = {name: x.flatten(0, 1) for name, x in rollout.items()}  # (T * N, ...)
         stats = []
-        for loss_fn, opt in epochs:
-            b_inds = torch.randperm(args.batch_size, device=device)
-            for mb_inds in b_inds.view(args.num_minibatches, -1):
+        for opt, losses in epochs:
+            sample_inds = torch.randperm(T * N, device=device)
+            for mb_inds in sample_inds.view(args.num_minibatches, -1):
                 minibatch = {name: x[mb_inds] for name, x in batch.items()}
-                stats.append(gradient_step(agent, args, opt, loss_fn, **minibatch))
+                stats.append(take_gradient_step(agent, args, opt, losses, **minibatch))
         row.update(mean_stats(stats, "losses/"))
-        row["time/policy_phase"] = time.monotonic() - policy_start
 
-        # Add all (s_t, V_targ) to the buffer B
-        if capacity > 0:
-            start = ((iteration - 1) % args.n_iteration) * N
-            for name, x in buffer.items():
-                assert x.dtype == batch[name].dtype, f"B stores {name} in {x.dtype}"
-                x[start : start + N] = batch[name].unflatten(0, (T, N)).transpose(0, 1)
+        # ==== Policy phase: add all (s_t, V_targ) to B ====
+        start = (iteration - 1) % args.n_iteration * N
+        for name, x in buffer.items():
+            x[:, start : start + N] = rollout[name]
 
         # ==== Auxiliary phase [PPG-5], after every N_pi iterations ====
-        if capacity > 0 and iteration % args.n_iteration == 0:
-            aux_start = time.monotonic()
-            # Compute and store current policy pi_old (not the one that acted) for all states in B
-            parts = buffer["obs"].flatten(0, 1).split(args.max_chunk)
+        if buffer and iteration % args.n_iteration == 0:
+            # The current policy pi_old for all states in B: not the one that acted
+            parts = buffer["obs"].flatten(0, 1).split(args.chunk_size)
             with torch.no_grad():
-                logits = [aux_forward(agent, args, x.to(device), value=False).logits for x in parts]
-            pi_old = torch.cat(logits).unflatten(0, (-1, T))
-            data = buffer | {"pi_old": pi_old.to(aux_device)}
+                logits = [agent(x.to(device), bf16).logits for x in parts]
+            old_logits = torch.cat(logits).to(parts[0].device).view(T, args.n_iteration * N, -1)
+            aux_batch = buffer | {"old_logits": old_logits}  # (T, N_pi * N, ...)
 
-            # Optimize L_joint wrt theta_pi and L_value wrt theta_V for E_aux epochs
+            # E_aux epochs on L_joint and L_value
             stats = []
-            for epoch in range(args.e_auxiliary):
-                # [PPG-6] full rollouts, drawn on the CPU wherever B is
-                aux_inds = torch.randperm(capacity).to(aux_device, non_blocking=True)
-                print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
-                for mb_inds in aux_inds.view(-1, args.num_aux_rollouts):
-                    minibatch = {k: x[mb_inds].flatten(0, 1).to(device) for k, x in data.items()}
-                    stats.append(gradient_step(agent, args, aux_optimizer, aux_loss, **minibatch))
+            for epoch, (opt, losses) in enumerate(aux_epochs, start=1):
+                print(f"auxiliary epoch {epoch} of {args.e_auxiliary}", flush=True)
+                # [PPG-6] minibatches of full rollouts, drawn on the CPU wherever B is
+                rollout_inds = torch.randperm(args.n_iteration * N).to(old_logits.device)
+                for mb_inds in rollout_inds.view(-1, args.num_aux_rollouts):
+                    rollouts = {name: x[:, mb_inds] for name, x in aux_batch.items()}
+                    minibatch = {name: x.flatten(0, 1).to(device) for name, x in rollouts.items()}
+                    stats.append(take_gradient_step(agent, args, opt, losses, bf16, **minibatch))
             row.update(mean_stats(stats, "losses/aux/"))
-            row["time/aux_phase"] = time.monotonic() - aux_start
 
         # ==== Evaluate, log, save ====
         is_last = iteration == args.num_iterations
-        if eval_envs and (is_last or iteration % args.eval_interval == 0):
+        if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
+            unseen = args.start_level + args.num_levels  # the first level that is not in training
+            eval_envs = make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
             row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
-        if RANK == 0:
-            logger.log(row)
-        if is_last or iteration % args.n_iteration == 0:  # only here: B is not saved
-            state["iteration"] = iteration
-            rank_state = {"envs": envs.state_dict(), "firsts": firsts[T].tolist()}
-            save_checkpoint(args, state, shared, rank_state)
+        run.log(row)
+        if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
+            sys.exit("a gradient is not finite: the run ends")
+        if is_last or iteration % args.n_iteration == 0:  # B is not saved: only where it is empty
+            run.save(iteration)
 
 
-# ---- 5 Environment, episodes, evaluation ----
+# ---- 5 Environment, episodes, evaluation: nothing below is PPG ----
 class ProcgenVectorEnv:
-    """Another environment must offer the same: the last step of an episode gives the observation
-    of the next. Procgen's time limits count as terminations, as in all published results."""
+    """Procgen resets itself: the last step of an episode gives the first observation of the next.
+    Its time limits count as terminations, as in all published results."""
 
-    obs_shape = (64, 64, 3)
-    obs_dtype = torch.uint8
-    num_actions = 15
+    def __init__(self, num_envs: int, env_id: str, **options):
+        from gym import spaces
+        from procgen import ProcgenGym3Env
 
-    def __init__(self, env_id: str, num_envs: int, mode: str = "easy", seed: int = 0, **options):
-        options.update(distribution_mode=mode, rand_seed=seed)
-        if sys.version_info < (3, 13):
-            from procgen import ProcgenGym3Env as Games
-
-            assets = Path(sys.modules["procgen"].__file__).parent / "data" / "assets"
-            options["resource_root"] = os.fsencode(assets) + b"/"  # gym3: a str must be ASCII
-        else:  # gym3 has no wheels; the same games, in six a few pixels differ
-            from procgen_gym.env import ProcgenVecEnv as Games
-        self.games = Games(num_envs, env_id, **options)
+        self.games = ProcgenGym3Env(num_envs, env_id, **options)
         self.num_envs = num_envs
+        self.single_observation_space = spaces.Box(0, 255, (64, 64, 3), np.uint8)
+        self.single_action_space = spaces.Discrete(15)
+        self.state_dict = self.games.get_state
+        self.load_state_dict = self.games.set_state
 
-    def reset(self) -> tuple[np.ndarray, dict]:
-        """The present observations, uint8 (N, 64, 64, 3): Procgen cannot restart an episode."""
-        if sys.version_info >= (3, 13):
-            return self.games.reset()
+    def reset(self):
+        """The present observations, uint8 (N, 64, 64, 3)."""
         return self.games.observe()[1]["rgb"], {}
 
-    def step(self, actions: np.ndarray) -> tuple:
-        """Take actions (N,). Returns gymnasium's five values; rewards are raw, float32 (N,)."""
-        if sys.version_info >= (3, 13):
-            return self.games.step(actions)
+    def step(self, actions):
+        """Take actions (N,). Returns gymnasium's five values; raw rewards, float32 (N,)."""
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
 
-    def state_dict(self) -> dict:
-        return {"games": self.games.get_state()}
 
-    def load_state_dict(self, state: dict) -> None:
-        self.games.set_state(state["games"])
+def make_envs(args: Args, seed: int, start_level: int, num_levels: int, **options):
+    threads = args.env_threads
+    if threads < 0:
+        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        threads = 0 if cores <= 2 else min(12, cores * 3 // 4)
+    options |= {"rand_seed": seed, "start_level": start_level, "num_levels": num_levels}
+    options |= {"distribution_mode": args.distribution_mode, "num_threads": threads}
+    if sys.version_info < (3, 13):
+        return ProcgenVectorEnv(args.num_envs, args.env_id, **options)
+    from procgen_gym.env import ProcgenVecEnv  # it has gymnasium's interface
 
-
-def make_envs(args: Args, seed: int, start_level: int, num_levels: int) -> ProcgenVectorEnv:
-    levels = {"start_level": start_level, "num_levels": num_levels}
-    options = {"mode": args.distribution_mode, "num_threads": args.num_env_threads}
-    return ProcgenVectorEnv(args.env_id, args.num_envs, seed=seed, **levels, **options)
-
-
-class RewardNormalizer(nn.Module):  # for its state_dict; stays on the CPU
-    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}."""
-
-    def __init__(self, num_envs: int, gamma: float) -> None:
-        super().__init__()
-        self.gamma = gamma
-        self.register_buffer("sums", torch.zeros(num_envs, dtype=torch.float64))  # R_t
-        # number, sum and sum of squares of all R_t; begins as a weak prior of variance 1
-        self.register_buffer("moments", torch.tensor([1e-4, 0, 1e-4], dtype=torch.float64))
-
-    def forward(self, rewards, all_rewards, all_firsts) -> np.ndarray:
-        """This rank's rewards (T, N), normalized by all ranks' R_t so far; clipped to [-10, 10]."""
-        sums = self.sums.numpy()  # views: in-place changes reach the buffers
-        moments = self.moments.numpy()
-        for reward, first in zip(all_rewards, all_firsts[:-1], strict=True):
-            sums *= self.gamma
-            sums *= 1 - first
-            sums += reward
-            moments += [sums.size, sums.sum(), np.square(sums).sum()]
-        number, total, squares = moments
-        variance = squares / number - (total / number) ** 2
-        return np.clip(rewards / math.sqrt(variance + 1e-8), -10, 10)
+    envs = ProcgenVecEnv(args.num_envs, args.env_id, **options)
+    envs.state_dict = envs.get_state
+    envs.load_state_dict = envs.set_state
+    return envs
 
 
-class EpisodeStatistics(nn.Module):  # for its state_dict; stays on the CPU
-    """Raw returns and lengths of the episodes of all ranks."""
+class EpisodeStatistics:
+    """Raw returns and lengths of all ranks' episodes, across rollouts."""
 
-    def __init__(self, num_envs: int) -> None:
-        super().__init__()
-        self.register_buffer("last_returns", torch.full((100,), math.nan, dtype=torch.float64))
-        self.register_buffer("totals", torch.zeros((2, num_envs), dtype=torch.float64))
+    def __init__(self, args: Args):
+        self.totals = torch.zeros((2, NUM_RANKS * args.num_envs), dtype=torch.float64)
+        self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
-    def update(self, rewards: np.ndarray, firsts: np.ndarray) -> dict:
-        """Means over the episodes that end in these steps, and over the last 100, or nan."""
-        totals = self.totals.numpy()  # a view
-        finished = [np.empty((2, 0))]
-        for t, reward in enumerate(rewards):
-            totals *= 1 - firsts[t]
-            totals += np.stack([reward, np.ones_like(reward)])
-            finished.append(totals[:, firsts[t + 1] > 0])
-        returns, lengths = torch.from_numpy(np.concatenate(finished, 1))
-        self.last_returns.copy_(torch.cat([self.last_returns, returns])[-100:])
-        return {
-            "charts/episodic_return": returns.mean().item(),
-            "charts/episodic_length": lengths.mean().item(),
-            "charts/mean_return_100": self.last_returns.nanmean().item(),
-        }
+    def update(self, raw_rewards, firsts):
+        """Means over the episodes that end in these T steps, and over the last 100, or nan."""
+        firsts = all_envs(firsts)
+        finished = []
+        for t, rewards in enumerate(all_envs(raw_rewards)):
+            self.totals *= 1 - firsts[t]
+            self.totals += torch.stack([rewards, torch.ones_like(rewards)])
+            finished.append(self.totals[:, firsts[t + 1] > 0])
+        returns, lengths = torch.cat(finished, 1)
+        self.last_returns = torch.cat([self.last_returns, returns])[-100:]
+        row = {"charts/episodic_return": returns.mean(), "charts/episodic_length": lengths.mean()}
+        return row | {"charts/mean_return_100": self.last_returns.nanmean()}
 
 
 @torch.no_grad()
-def evaluate(agent: Agent, envs: ProcgenVectorEnv, seed: int) -> np.ndarray:
-    """The raw return of one episode in each environment, (num_envs,): counting all would favor
-    short ones. Leaves envs as they were."""
+def evaluate(agent: Agent, envs, seed: int):
+    """Raw returns (num_envs,), one episode in each environment."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    start = envs.state_dict()
     returns = np.zeros(envs.num_envs)
     playing = np.ones(envs.num_envs, bool)
     obs, _ = envs.reset()
     while playing.any():
-        out = agent(torch.from_numpy(obs).to(device), value=False)
+        out = agent(torch.from_numpy(obs).to(device))
         actions = Policy(out.logits).sample(generator)
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
-    envs.load_state_dict(start)
     return returns
 
 
-# ---- 6 Speed and ranks ----
-def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
-    """[PPG-2] Adam with epsilon 1e-8. lr is a tensor, because a CUDA graph would keep a number."""
-    lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)
-    group = {"params": agent.parameters(), "initial_lr": learning_rate}
-    return torch.optim.Adam([group], lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
-
-
-def has_fast_bfloat16(device: str) -> bool:
-    if device != "cpu":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    cpu = Path("/proc/cpuinfo")  # Linux has it
-    return cpu.exists() and "avx512_bf16" in cpu.read_text()
-
-
-def set_up_device(args: Args) -> None:
+# ---- 6 Speed, memory, ranks ----
+def set_up_device(args: Args):
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
-        torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
         torch.set_num_threads(1)  # others would spin on the environments' cores
         torch.backends.cudnn.benchmark = True
-        torch.backends.cudnn.allow_tf32 = args.tf32
-        torch.set_float32_matmul_precision("high" if args.tf32 else "highest")
+        if args.cuda_graphs:
+            torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     elif sys.platform == "linux":  # keep freed memory: mapping it again costs up to 40 %
         libc = ctypes.CDLL(None)
-        if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def compile_encoders(agent: Agent, args: Args) -> None:
-    """On a GPU, compile all parts of the agent but its heads, which are linear layers."""
-    torch._dynamo.config.cache_size_limit = 64  # a variant for each phase and batch size
-    if torch.__version__ < (2, 13):  # else it can hang at exit (pytorch #162199)
-        torch._inductor.config.compile_threads = 1
+def compile_encoders(agent: Agent):
+    print("compiling: a minute or two, here and in the first auxiliary phase", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
-        if args.device != "cpu" and args.compile and not isinstance(module, nn.Linear):
+        if not isinstance(module, nn.Linear):
             module.compile(fullgraph=True, dynamic=False, options=options)
 
 
-class CudaGraph:
-    """function(*fixed, **inputs): 3 calls warm up, the fourth is captured, others replay it."""
+class CudaGraphs:
+    """function(*fixed, **inputs) as a CUDA graph for each set of fixed and kind of inputs. Three
+    calls are plain, the fourth is recorded (no .item()), others replay it with its numbers."""
 
-    def __init__(self, function: Callable, fixed: tuple) -> None:
-        self.function = functools.partial(function, *fixed)
-        self.args = fixed[1]
-        self.num_calls = 0
+    def __init__(self, function):
+        self.function = function
+        self.num_calls = {}
+        self.graphs = {}
 
-    def __call__(self, **inputs: torch.Tensor) -> dict:
-        self.num_calls += 1
-        if self.num_calls < 4:
-            return self.function(**inputs)
-        if self.num_calls == 4:
-            self.flags = dict(vars(self.args))
-            self.graph = torch.cuda.CUDAGraph()
-            self.inputs = {name: x.clone() for name, x in inputs.items()}
-            stream = torch.cuda.current_stream()
+    def __call__(self, *fixed, **inputs):
+        assert not any(isinstance(x, Tensor) for x in fixed), "pass tensors by name"
+        key = (fixed, tuple((name, x.shape, x.dtype) for name, x in inputs.items()))
+        self.num_calls[key] = self.num_calls.get(key, 0) + 1
+        if self.num_calls[key] < 4:
+            return self.function(*fixed, **inputs)
+        if self.num_calls[key] == 4:
+            graph = torch.cuda.CUDAGraph()
+            stored = {name: x.clone() for name, x in inputs.items()}
+            gc.collect()  # within a capture, it could unload a CUDA module, an error
+            print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
             # thread_local: NCCL's watchdog may make CUDA calls meanwhile
-            with torch.cuda.graph(self.graph, stream=stream, capture_error_mode="thread_local"):
-                self.outputs = self.function(**self.inputs)
-        for name, old in self.flags.items():
-            if (new := getattr(self.args, name)) != old:
-                change = f"{name} changed from {old} to {new} after a CUDA graph was captured"
-                raise RuntimeError(f"{change}: pass it in the minibatch, or --no-cuda-graphs")
+            mode = {"stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
+            with torch.cuda.graph(graph, **mode):
+                outputs = self.function(*fixed, **stored)
+            self.graphs[key] = graph, stored, outputs
+        graph, stored, outputs = self.graphs[key]
         for name, x in inputs.items():
-            self.inputs[name].copy_(x)
-        self.graph.replay()
-        return {name: x.clone() for name, x in self.outputs.items()}  # a replay overwrites them
+            stored[name].copy_(x)
+        graph.replay()
+        return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
 
 
-def average_grads(params: list[nn.Parameter]) -> None:
+def make_buffer(args: Args, **examples: Tensor):
+    """Tensors (T, N_pi * N, ...) for examples (T, N, ...); none without auxiliary phases."""
+    buffer = {}
+    if args.num_phases > 0:
+        size = args.n_iteration * sum(x.nbytes for x in examples.values())
+        is_gpu = args.device != "cpu" and not args.buffer_on_cpu
+        device = args.device if is_gpu and size < 0.6 * torch.cuda.mem_get_info()[1] else "cpu"
+        print(f"the buffer B: {size / 1e9:.1f} GB on {device}", flush=True)
+        for name, x in examples.items():  # written to, so that missing memory shows now
+            shape = (len(x), args.n_iteration * args.num_envs, *x.shape[2:])
+            empty = math.nan if x.is_floating_point() else 0
+            buffer[name] = torch.full(shape, empty, dtype=x.dtype, device=device)
+    return buffer
+
+
+# torchrun starts several ranks, each with its own environments and GPU
+RANK = int(os.environ.get("RANK", 0))
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
+
+def all_ranks(x):
+    """Every rank's x."""
+    everyone = [x] * NUM_RANKS
+    if NUM_RANKS > 1:
+        dist.all_gather_object(everyone, x)
+    return everyone
+
+
+def all_envs(x):
+    return torch.cat(all_ranks(x), 1)  # (T, N) of every rank, side by side
+
+
+def average_grads(params):
     if NUM_RANKS > 1:
         mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
@@ -717,208 +659,200 @@ def average_grads(params: list[nn.Parameter]) -> None:
             x.grad.copy_(part.view_as(x))
 
 
-def all_ranks(x) -> list:
-    """Every rank's x, on every rank."""
-    everyone = [x] * NUM_RANKS
-    if NUM_RANKS > 1:
-        dist.all_gather_object(everyone, x)
-    return everyone
-
-
-def mean_stats(updates: list[dict], prefix: str) -> dict:
-    """Means over updates and ranks. One that is not finite ends the run."""
+def mean_stats(updates: list[dict], prefix: str):
+    """Means over updates and ranks. first_: a KL before any step: 0 up to rounding, or what learns
+    is not the policy that acted, or not pi_old."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
-        mean = torch.stack([stats[name] for stats in updates if name in stats]).mean()
-        means[prefix + name] = float(np.mean(all_ranks(mean.item())))  # waits for the GPU
-        if not math.isfinite(means[prefix + name]):
-            sys.exit(f"{prefix}{name} is {means[prefix + name]}: the run ends")
+        values = torch.stack([x[name] for x in updates if name in x]).cpu()  # waits for the GPU
+        means[prefix + name] = torch.stack(all_ranks(values.mean())).mean()
+        if name in ("approx_kl", "kl_loss"):
+            means[f"{prefix}first_{name}"] = values[0]
     return means
 
 
-# ---- 7 Records, checkpoints, command line ----
-class Logger:
-    def __init__(self, args: Args, rows: list[dict]) -> None:
-        self.rows = rows
-        last = rows[-1] if rows else {"global_step": 0, "wall_time": 0.0}
-        self.start = time.monotonic() - last["wall_time"]
-        self.wandb = None
-        if args.track:
+# ---- 7 Run folder, command line ----
+class Run:
+    """A run folder: metrics, and checkpoints of what is kept."""
+
+    def __init__(self, args: Args):
+        self.args = args
+        self.folder = Path(args.run_dir)
+        self.shared = {}
+        self.own = {}
+        self.saved = {"iteration": 0}
+        checkpoint = self.folder / "checkpoint.pt"
+        if checkpoint.exists():
+            self.saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        self.iteration = self.saved["iteration"]
+        self.metrics = self.folder / "metrics.csv"
+        rows = list(csv.DictReader(self.metrics.open())) if self.metrics.exists() else []
+        spent = float(rows[-1]["wall_time"] or 0) if rows else 0  # also after the checkpoint
+        self.start = time.monotonic() - spent
+        self.rows = rows[: self.iteration]
+        self.columns = []
+        if RANK == 0 and args.track:
             import wandb
 
-            signal.signal(signal.SIGINT, lambda *_: sys.exit(130))  # W&B sends its last rows
             where = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            where.update(name=Path(args.run_dir).name, dir=args.run_dir)
-            self.wandb = wandb.init(resume="auto", config=vars(args), **where)
-        self.tensorboard = SummaryWriter(args.run_dir, purge_step=last["global_step"] + 1)
+            where |= {"name": self.folder.name, "dir": args.run_dir, "resume": "auto"}
+            wandb.init(**where, config=asdict(args), sync_tensorboard=True)
+        if RANK == 0:
+            step = int(self.rows[-1]["global_step"]) if self.rows else 0
+            self.tensorboard = SummaryWriter(args.run_dir, purge_step=step + 1)
 
-    def log(self, row: dict) -> None:
-        """row: numbers by name, which are left out if not finite."""
-        step = row["global_step"]
+    def keep(self, name: str, x, own=False):
+        """Save x in checkpoints; restore it in a resumed run. x: a tensor, an object that has a
+        state_dict, or one whose attributes are its state. own: it differs by rank."""
+        kept = self.own if own else self.shared
+        assert name not in kept, f"{name} is kept already"
+        kept[name] = x
+        if self.iteration > 0:
+            saved = self.saved["ranks"][RANK] if own else self.saved["shared"]
+            set_state(x, saved.pop(name))
+        return x
+
+    def log(self, row: dict):
+        """row: numbers by name."""
         row["wall_time"] = time.monotonic() - self.start
-        row["charts/SPS"] = step / row["wall_time"]
-        progress = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
-        print(f"step {step:,}: {progress}", flush=True)
-        row = {name: x for name, x in row.items() if math.isfinite(x)}
+        row["charts/SPS"] = row["global_step"] / row["wall_time"]
+        if RANK > 0:
+            return
         row = {name: x if isinstance(x, int) else float(x) for name, x in row.items()}
-        for name, x in row.items():
-            self.tensorboard.add_scalar(name, x, step)
-        self.tensorboard.flush()
-        if self.wandb:
-            self.wandb.log(row, step=step)
         self.rows.append(row)
+        is_new = not row.keys() <= set(self.columns)  # a column: write the table anew
+        self.columns = list(dict.fromkeys(name for x in self.rows for name in x))
+        path = self.folder / "tmp" if is_new else self.metrics
+        with open(path, "w" if is_new else "a") as file:
+            table = csv.DictWriter(file, self.columns, lineterminator="\n")
+            if is_new:
+                table.writeheader()
+            table.writerows(self.rows if is_new else [row])
+        os.replace(path, self.metrics)
+        for name, x in row.items():
+            self.tensorboard.add_scalar(name, x, row["global_step"])
+        self.tensorboard.flush()
+        share = row["iteration"] / self.args.num_iterations
+        progress = f"return {row['charts/mean_return_100']:.2f}, {share:.1%}"
+        progress += f", {row['wall_time'] * (1 / share - 1) / 3600:.1f} hours left"
+        print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
+
+    def save(self, iteration: int):
+        ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
+        modules = nn.ModuleList(x for x in self.shared.values() if isinstance(x, nn.Module))
+        sums = all_ranks(sum(x.abs().sum().item() for x in modules.parameters()))
+        assert max(sums) - min(sums) <= 1e-6 * max(sums), f"ranks have different weights: {sums}"
+        if RANK > 0:
+            return
+        shared = {name: get_state(x) for name, x in self.shared.items()}
+        weights = {name: x.cpu().contiguous() for name, x in shared["agent"].items()}
+        state = {"iteration": iteration, "shared": shared, "ranks": ranks}
+        for name, content in {"agent.pt": weights, "checkpoint.pt": state}.items():
+            torch.save(content, self.folder / "tmp")
+            torch.load(self.folder / "tmp", weights_only=True)  # else only --resume would fail
+            os.replace(self.folder / "tmp", self.folder / name)
 
 
-@contextlib.contextmanager
-def whole_file(path: Path, mode: str = "w+b") -> Iterator[IO]:
-    """A file to write, which gets its name when it is complete."""
-    with open(path.with_name(f"{path.name}.tmp"), mode) as file:
-        yield file
-        file.flush()
-        os.fsync(file)
-    os.replace(file.name, path)
+def get_state(x):
+    if isinstance(x, Tensor):
+        return x.cpu().clone()
+    return x.state_dict() if hasattr(x, "state_dict") else vars(x)
 
 
-def save_checkpoint(args: Args, state: dict, shared: dict, rank_state: dict) -> None:
-    """On a CPU, a resumed run continues bit for bit. state: iteration and rows. shared: objects
-    with a state_dict, the same on all ranks. rank_state: what differs by rank."""
-    rank_state["rng"] = torch.get_rng_state()
-    rank_state["cuda_rng"] = torch.cuda.get_rng_state() if args.device != "cpu" else None
-    state["ranks"] = all_ranks(rank_state)
-    if RANK > 0:
-        return
-    state.update({name: part.state_dict() for name, part in shared.items()})
-    folder = Path(args.run_dir)
-    with whole_file(folder / "metrics.csv", "w") as file:
-        columns = list(dict.fromkeys(name for row in state["rows"] for name in row))
-        table = csv.DictWriter(file, columns, lineterminator="\n")
-        table.writeheader()
-        table.writerows(state["rows"])
-    with whole_file(folder / "agent.pt") as file:
-        torch.save({name: x.cpu() for name, x in state["agent"].items()}, file)
-    with whole_file(folder / "checkpoint.pt") as file:
-        torch.save(state, file)
-        file.seek(0)
-        torch.load(file, map_location="cpu", weights_only=True)  # else only --resume would fail
+def set_state(x, state):
+    if isinstance(x, torch.optim.Optimizer):  # lr and capturable belong to this device
+        state["param_groups"] = x.state_dict()["param_groups"]
+    if isinstance(x, Tensor):
+        x.copy_(state)
+    elif hasattr(x, "load_state_dict"):
+        x.load_state_dict(state)
+    else:
+        vars(x).update(state)
 
 
-def restore_checkpoint(args: Args, state: dict, shared: dict) -> dict:
-    """Restore all but rank_state, and return it."""
-    for name, part in shared.items():
-        if isinstance(part, torch.optim.Optimizer):  # lr and capturable belong to this device
-            state[name]["param_groups"] = part.state_dict()["param_groups"]
-        part.load_state_dict(state[name])
-    rank_state = state["ranks"][RANK]
-    torch.set_rng_state(rank_state["rng"])
-    if args.device != "cpu" and rank_state["cuda_rng"] is not None:
-        torch.cuda.set_rng_state(rank_state["cuda_rng"])
-    return rank_state
+def require(condition: bool, message: str):
+    if not condition:
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+        sys.exit(2)
 
 
-def settle(args: Args) -> None:
-    """Check the arguments, derive others."""
-    counts = ["num_envs", "num_steps", "num_minibatches", "e_policy", "n_iteration"]
+def check(args: Args):
+    require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
+    counts = ["num_envs", "num_steps", "num_minibatches", "e_policy", "n_iteration", "chunk_size"]
     for name in [*counts, "num_aux_rollouts"]:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
-    for name in ["start_level", "num_levels", "chunk_size", "e_value"]:
-        require(getattr(args, name) >= 0, f"{name} cannot be negative")
     end = NUM_LEVELS // NUM_RANKS
     require(0 <= args.seed < end, f"seed must be from 0 to {end - 1}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
-    require(args.start_level + args.num_levels <= NUM_LEVELS, f"levels end at {NUM_LEVELS}")
-    on_gpu = args.cuda and torch.cuda.is_available()
-    args.device = f"cuda:{LOCAL_RANK}" if on_gpu else "cpu"
-    args.num_ranks = NUM_RANKS
-    args.batch_size = args.num_envs * args.num_steps
-    samples = args.batch_size * NUM_RANKS
-    args.num_iterations = args.total_timesteps // samples
-    require(args.num_iterations > 0, f"total_timesteps must be at least {samples}")
-    remainder = args.batch_size % args.num_minibatches
-    require(remainder == 0, f"num_minibatches must divide {args.batch_size} samples")
-    rollouts = args.n_iteration * args.num_envs
+    last_level = args.start_level + args.num_levels
+    require(0 <= args.start_level <= last_level < NUM_LEVELS, f"levels end before {NUM_LEVELS}")
+    samples = args.num_envs * args.num_steps
+    require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
+    require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
+    rollouts = args.n_iteration * args.num_envs if args.num_phases > 0 else 0
     require(rollouts % args.num_aux_rollouts == 0, f"num_aux_rollouts must divide {rollouts}")
-    args.num_phases = args.num_iterations // args.n_iteration if args.e_auxiliary > 0 else 0
-    name = f"{args.env_id}__{args.exp_name}__{args.seed}"
-    args.run_dir = args.run_dir or time.strftime(f"runs/{name}__%Y%m%d-%H%M%S")
-    args.max_chunk = args.chunk_size or (16_384 if on_gpu else 512)
-    args.num_env_threads = args.env_threads
-    if args.env_threads < 0:
-        num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-        num_cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        args.num_env_threads = 0 if num_cores <= 2 else min(12, num_cores * 3 // 4)
-    if args.aux_dtype == "auto":
-        args.aux_dtype = "bfloat16" if has_fast_bfloat16(args.device) else "float32"
+    on_gpu = args.device != "cpu"
+    require(on_gpu or not (args.compile or args.cuda_graphs), "--compile, --cuda-graphs: no GPU")
+    if on_gpu and args.aux_dtype == "bfloat16":
+        capability = torch.cuda.get_device_capability(args.device)
+        require(capability >= (8, 0), "this GPU has no bfloat16")
 
 
 MAY_CHANGE = {  # what --resume may change
-    "cuda", "compile", "cuda_graphs", "tf32", "aux_dtype", "aux_device", "env_threads",
-    "chunk_size", "eval_interval", "track", "wandb_project_name", "wandb_entity",
+    "cuda", "compile", "cuda_graphs", "aux_dtype", "buffer_on_cpu", "env_threads", "chunk_size",
+    "eval_interval", "track", "wandb_project_name", "wandb_entity",
 }  # fmt: skip
 
 
 def parse_args() -> Args:
-    """The command line's arguments, or those of the resumed run."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--resume")
-    run_dir = parser.parse_known_args()[0].resume
-    if run_dir is None:
-        return tyro.cli(Args, description=__doc__.split("\n")[0])
-    record = Path(run_dir, "args.json")
-    require(record.exists(), f"--resume: {run_dir!r} is not a run folder")
-    script = Path(run_dir, Path(__file__).name)
+    args = tyro.cli(Args, description=__doc__.split("\n")[0])
+    if args.resume is None:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        return replace(args, run_dir=args.run_dir or f"runs/{name}")
+    record = Path(args.resume, "args.json")
+    require(record.exists(), f"--resume: {args.resume!r} is not a run folder")
+    script = Path(args.resume, Path(__file__).name)
     is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
-    require(is_same, f"not the script of {run_dir}: run the one in it, or put yours in its place")
-    saved = json.loads(record.read_text())["args"] | {"resume": run_dir, "run_dir": run_dir}
-    flags = {x.name: saved[x.name] for x in fields(Args) if x.name in saved}
-    args = tyro.cli(Args, default=Args(**flags))
-    changed = {x for x in [*flags, "num_ranks"] if getattr(args, x) != saved[x]} - MAY_CHANGE
+    require(is_same, f"not the script of {args.resume}: run the one in it, or put yours there")
+    saved = json.loads(record.read_text())
+    require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
+    default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
+    if default.device == "cpu":  # the run began on a GPU, perhaps
+        default = replace(default, compile=False, cuda_graphs=False)
+    args = tyro.cli(Args, default=default)
+    changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - MAY_CHANGE
     require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
     return args
 
 
-def open_run(args: Args) -> TextIO:
-    """Make or reopen the run folder. Returns a file that locks it while open."""
-    folder = Path(args.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "lock", "a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.exit(f"{folder} is in use by another process")
-    except OSError as error:
-        sys.exit(f"{folder}: {error}: try another --run-dir or the mount option flock")
-    if args.resume is None:
-        leftovers = {"lock", Path(__file__).name, "args.json.tmp"}  # of a start that was killed
-        require({x.name for x in folder.iterdir()} <= leftovers, f"{folder} is not empty")
-        (folder / Path(__file__).name).write_bytes(Path(__file__).read_bytes())
-        git = "git -c 'safe.directory=*' describe --always --dirty --abbrev=40 '--exclude=*'"
-        where = Path(__file__).resolve().parent
-        result = subprocess.run(git, shell=True, cwd=where, capture_output=True, text=True)
-        about = {"args": vars(args), "command": shlex.join(sys.orig_argv)}
-        about.update(commit=result.stdout.strip(), date=time.strftime("%FT%T%z"))
-        about.update(python=sys.version, torch=torch.__version__)
-        about["gpu"] = torch.cuda.get_device_name() if args.device != "cpu" else None
-        with whole_file(folder / "args.json", "w") as file:
-            json.dump(about, file, indent=2)
-    return lock
-
-
-def main(args: Args) -> None:
+def main(args: Args):
+    check(args)
+    if NUM_RANKS == 1 and {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
+        print("each process is a run of its own; for one run of several ranks: torchrun")
+    if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
+        print("torch finds no GPU: driver too old for this torch? See README")
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
-    with open_run(args) if RANK == 0 else contextlib.nullcontext():
-        state = {"iteration": 0, "rows": []}
-        if (checkpoint := Path(args.run_dir, "checkpoint.pt")).exists():
-            state = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        plan = f"{args.num_iterations} iterations, {args.num_phases} auxiliary phases"
-        print(f"{args.run_dir}: {plan}, on {args.device}")
-        if args.aux_dtype == "bfloat16" and not has_fast_bfloat16(args.device):
-            print("bfloat16 is slow on this machine: --aux-dtype float32")
-        command = shlex.join([sys.argv[0], "--resume", args.run_dir])
-        print("To resume:", "python" if NUM_RANKS == 1 else "torchrun ...", command, flush=True)
-        if state["iteration"] < args.num_iterations:
-            train(args, state)
-    print(f"{args.run_dir} is finished")
+    folder = Path(args.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / "lock", timeout=0)  # fails if a process has it
+    with lock if RANK == 0 else contextlib.nullcontext():
+        if RANK == 0 and args.resume is None:
+            require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
+            about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
+            shutil.copy(__file__, folder)
+            (folder / "args.json").write_text(json.dumps(about, indent=2))
+        plan = f"{args.num_iterations} iterations, {args.num_phases or 'no'} auxiliary phases"
+        print(f"{folder}: {plan}, on {args.device}", flush=True)
+        set_up_device(args)
+        if NUM_RANKS > 1:
+            dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
+        train(args, Run(args))
+        if NUM_RANKS > 1:
+            dist.destroy_process_group()  # after the CUDA graphs of train, for which NCCL waits
+        if RANK == 0 and args.track:
+            sys.modules["wandb"].finish()
+    print(f"{folder} is finished")
 
 
 if __name__ == "__main__":

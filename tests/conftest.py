@@ -12,14 +12,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for runs this small, and their processes, threads cost more than they give
 for number in (signal.SIGINT, signal.SIGHUP):  # a background job and nohup ignore them, and so would what tests start
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import worker  # noqa: E402
+from gymnasium.spaces import Box, Discrete  # noqa: E402
 
 import ppg_procgen  # noqa: E402
 import ppo_procgen  # noqa: E402
@@ -65,7 +68,8 @@ def interrupt(script, args, k: int, small: bool = True) -> Path:
 
 
 def make_agent(script, **flags):
-    return script.Agent(script.Args(cuda=False, **flags), script.ProcgenVectorEnv)
+    spaces = {"single_observation_space": Box(0, 255, (64, 64, 3), np.uint8), "single_action_space": Discrete(15)}
+    return script.Agent(script.Args(cuda=False, **flags), SimpleNamespace(**spaces))
 
 
 def make_args(script, run_dir: Path, **flags):

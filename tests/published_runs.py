@@ -96,11 +96,18 @@ def stand_in_for_mpi() -> None:
 
 
 def their_names(names: list[str], arch: str) -> list[str]:
-    """What the parameters of our PPG are called in theirs."""
+    """What the parameters of our PPG are called in theirs. A stack is four of our layers: convolution, pool, blocks."""
     modules = {"policy_encoder": "pi_enc.cnn", "value_encoder": "vf_enc.cnn", "policy_head": "pi_head"}
     modules |= {"aux_value_head": "aux_vf_head", "value_head": "vf_vhead" if arch == "dual" else "pi_vhead"}
-    split = [name.split(".", 1) for name in names]
-    return [f"{modules[module]}.{rest}".replace(".conv.", ".firstconv.") for module, rest in split]
+
+    def their_name(name: str) -> str:
+        module, *rest = name.split(".")
+        if rest[0] == "stacks":
+            stack, layer = divmod(int(rest[1]), 4)
+            rest[1:2] = [str(stack), *(["firstconv"] if layer == 0 else ["blocks", str(layer - 2)])]
+        return ".".join([modules[module], *rest])
+
+    return [their_name(name) for name in names]
 
 
 def to_tensorflow(x: np.ndarray) -> np.ndarray:
@@ -113,7 +120,7 @@ def to_tensorflow(x: np.ndarray) -> np.ndarray:
 
 
 def shapes_of(script, **flags) -> dict[str, tuple[int, ...]]:
-    agent = script.Agent(script.Args(**flags), script.ProcgenVectorEnv)
+    agent = script.Agent(script.Args(**flags), script.ProcgenVectorEnv(1, "coinrun"))
     return {name: tuple(x.shape) for name, x in agent.named_parameters()}
 
 

@@ -19,7 +19,7 @@ class TensorFlowAdam(torch.optim.Adam):
         super().step()
 
 
-def max_pool2d(x, kernel_size, stride, padding, original=F.max_pool2d):
+def max_pool2d(x, kernel_size, stride, *_, original=F.max_pool2d, **__):
     """Pads below and on the right only."""
     return original(x, kernel_size, stride=stride, ceil_mode=True)
 

@@ -52,8 +52,8 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
         assert size == len(indices)
         return torch.from_numpy(indices)
 
-    def log(self, *row, original=script.Logger.log):
-        original(self, *row)
+    def log(self, row, original=script.Run.log):
+        original(self, row)
         parameters = [x.detach().numpy() for x in agents[0].parameters()]
         projections.append(project(parameters, [x.shape for x in parameters]))
 
@@ -61,7 +61,7 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
         tensorflow_habits.install(setattr)
     setattr(script, "Agent", FixedAgent)
     setattr(script.Policy, "sample", sample)
-    setattr(script.Logger, "log", log)
+    setattr(script.Run, "log", log)
     setattr(torch, "randperm", randperm)
     flags = args | {"cuda": False, "env_threads": 0, "run_dir": str(run_dir)}
     rows = read_rows(train(script, script.Args(**flags), small=False))
