@@ -1,224 +1,209 @@
-"""The recipes of benchmark/RECIPES.md, applied to copies of the file, train."""
+"""The recipes of benchmark/RECIPES.md, applied to copies of the script, train and do what they say."""
 
 import importlib.util
 import re
-import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
 import worker
-from conftest import CHEAP_PPG, ROOT, TINY_PPG, as_flags, interrupt, make_args, parse, read_rows, resume, same, wait_for
-from conftest import train as train_script
+from conftest import CHEAP_PPG, ROOT, TINY_PPG, as_flags, make_args, parse, read_rows, same
 from gymnasium.spaces import Box, Discrete
 
-ENV = "Use another environment"  # what recipes for gymnasium build on
+from benchmark.recipe import RECIPES, apply
+
+ENV, VECTORS, CONTINUOUS, ENVPOOL, MEMORY, RND, STORE, PLR, CLEANRL, FEWER = RECIPES
 
 
-def section(title):
-    return (ROOT / "benchmark" / "RECIPES.md").read_text().split(f"# {title}\n")[1].split("\n##")[0]
-
-
-def apply(*titles):
-    """What recipes, one after the other, make of the text of ppg_procgen.py."""
-    source = (ROOT / "ppg_procgen.py").read_text()
-    for title in titles:
-        for block in re.findall(r"```diff\n(.*?)```", section(title), re.S):
-            lines = block.splitlines(keepends=True)
-            before, after = ("".join(line[1:] for line in lines if line[0] in kept) for kept in ("- ", "+ "))
-            assert source.count("\n" + before) == 1, f"the recipe's lines are not, or not once, in the file:\n{before}"
-            source = source.replace(before, after)
-    return source
-
-
-def load(tmp_path, source):
+def load(tmp_path, source, small=True):
     path = tmp_path / "my_ppg.py"
     path.write_text(source)
     spec = importlib.util.spec_from_file_location("my_ppg", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["my_ppg"] = module
+    module = sys.modules["my_ppg"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    module.ImpalaCNN = worker.SmallCNN if small else module.ImpalaCNN
     return module
 
 
-def recipe(tmp_path, *titles, small=True):
-    """The module that recipes make."""
-    module = load(tmp_path, apply(*titles))
-    if small:
-        module.ImpalaCNN = worker.SmallCNN
-    return module
+def train(module, run_dir, crash_in=None, **flags):
+    """The rows of a run, which may crash at the end of an iteration and be resumed."""
+    args, log = make_args(module, run_dir, **TINY_PPG | flags), module.Run.log
+    if crash_in:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(module.Run, "log", lambda run, row: log(run, row) if row["iteration"] < crash_in else 1 / 0)
+            module.main(args)
+        args = parse(module, "--resume", run_dir)
+    module.main(args)
+    return read_rows(run_dir)
 
 
-def train(module, tmp_path, **flags):
-    module.main(make_args(module, tmp_path / "run", **TINY_PPG | flags))
-    return read_rows(tmp_path / "run")
+def record(module, name):
+    """What a function is called with from now on."""
+    calls, original = [], getattr(module, name)
+    setattr(module, name, lambda *args: calls.append(args) or original(*args))
+    return calls
 
 
-def record_gae(module):
-    """The arguments of each call of compute_gae from now on."""
-    seen, original = [], module.compute_gae
-    module.compute_gae = lambda *args: seen.append(args) or original(*args)
-    return seen
+def first_kls(rows):
+    names = "losses/first_approx_kl", "losses/aux/first_kl_loss"
+    return np.array([float(row[name]) for row in rows for name in names if row[name]])
 
 
-def edit(tmp_path, old, new):
-    source = apply()
-    assert source.count(old) == 1
-    return load(tmp_path, source.replace(old, new))
+def test_the_command(tmp_path):
+    def recipe(*words):
+        run = subprocess.run([sys.executable, "benchmark/recipe.py", *words], cwd=ROOT, capture_output=True, text=True)
+        assert run.stderr.count("\n") == (run.returncode == 2)
+        return run.stdout + run.stderr
+
+    assert f"```\n{recipe()}```" in (ROOT / "benchmark" / "RECIPES.md").read_text()
+    path = tmp_path / "my_ppg.py"
+    assert recipe("add memory", "take CONTINUOUS actions", "-o", path) == ""
+    source = path.read_text()
+    assert source == apply(ENV, VECTORS, CONTINUOUS, MEMORY)
+    assert "agent(last_obs, hidden[t + 1], 1)" in source and "hidden[t + 1]" not in apply(ENV)
+    assert recipe(ENV, "-o", path) == f"recipe.py: {path} exists\n"
+    assert '"Add magic"' in recipe("Add magic")
+    error = recipe(ENV, PLR)
+    assert f'"{PLR}"' in error and "envs = make_envs(" in error
 
 
-WRONG_EDITS = [
-    ("(features).squeeze(-1)\n        if value:", "(features)\n        if value:"),
-    ('    buffer["obs"] =', '    buffer["actions"] = torch.zeros((capacity, T))\n    buffer["obs"] ='),
-]
-
-
-@pytest.mark.parametrize("old, new", WRONG_EDITS, ids=["shape", "dtype"])
-def test_what_would_be_wrong_in_silence_ends_the_run(tmp_path, old, new):
-    """Broadcast to (M, M), actions cast to float."""
-    with pytest.raises(AssertionError):
-        train(edit(tmp_path, old, new), tmp_path)
-
-
-def test_a_checkpoint_between_auxiliary_phases_cannot_be_resumed_in_silence(tmp_path):
-    module = edit(tmp_path, "is_last or iteration % args.n_iteration == 0:", "True:")
-    run_dir = interrupt(module, make_args(module, tmp_path / "run", **TINY_PPG), 3 * 16 + 5)
-    with pytest.raises(SystemExit, match="losses/aux/kl_loss is nan"):
-        resume(module, run_dir)
+# ---- Environments
 
 
 class Blink(gymnasium.Env):
-    """A reward of 1 a step, cut by a time limit after 5."""
+    """A reward of 1 a step, cut by a time limit after 5. The last image is another."""
 
-    action_space = Discrete(3)
-    observation_space = Box(0, 255, (64, 64, 3), np.uint8)
-    image = np.full((64, 64, 3), 7, np.uint8)
-    seeds = []
+    action_space, observation_space, seeds = Discrete(3), Box(0, 255, (64, 64, 3), np.uint8), []
 
     def reset(self, seed=None, options=None):
         self.seeds += [seed] if seed is not None else []
-        return self.image.copy(), {}
+        self.t = 0
+        return np.full((64, 64, 3), 7, np.uint8), {}
 
     def step(self, action):
-        return self.image.copy(), 1.0, False, False, {}
+        self.t += 1
+        return np.full((64, 64, 3), 200 if self.t == 5 else 7, np.uint8), 1.0, False, False, {}
 
 
 gymnasium.register("Blink-v0", Blink, max_episode_steps=5)
 
 
-def test_another_environment_and_its_time_limits_and_resuming(tmp_path, monkeypatch):
-    module = recipe(tmp_path, ENV, "Bootstrap at time limits")
+def test_another_environment(tmp_path, monkeypatch, capsys):
+    module = load(tmp_path, apply(ENV))
     monkeypatch.setattr(Blink, "seeds", [])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        worker.install_kill(module, patch.setattr, "compute_gae", 4, signal.SIGINT)
-        train(module, tmp_path, env_id="Blink-v0", eval_interval=2)
-    seen = record_gae(module)
-    rows = read_rows(resume(module, tmp_path / "run"))
+    flags, calls = {"env_id": "Blink-v0", "learning_rate": 0, "aux_learning_rate": 0}, record(module, "compute_gae")
+    rows = train(module, tmp_path / "run", crash_in=4, eval_interval=2, **flags)
     assert [float(row["charts/episodic_return"]) for row in rows] == [5.0] * 4  # no episode is counted in part
-    assert float(rows[-1]["eval/test_return"]) == 5.0
-    rewards, values, firsts, *_ = seen[-1]
-    ended = firsts[1:] == 1
-    # all observations are the same: where the limit cuts, the value of one more of them is added
-    np.testing.assert_allclose(rewards[ended], rewards[~ended].mean() + 0.999 * values[:-1][ended], atol=1e-3)
+    assert [row["eval/test_return"] for row in rows] == ["", "5.0"] * 2
     # each evaluation plays the same episodes; seeds of training are disjoint: resumed, of the next seed or rank
-    training, evaluation, resumed, evaluation2 = np.reshape(Blink.seeds, (4, 4)).tolist()
-    assert evaluation == evaluation2
-    module.main(make_args(module, tmp_path / "seed2", env_id="Blink-v0", seed=2))
+    training, evaluation, evaluation_, resumed, evaluation__ = np.reshape(Blink.seeds, (5, 4)).tolist()
+    assert evaluation == evaluation_ == evaluation__
+    args = make_args(module, tmp_path, **flags)
+    run = SimpleNamespace(iteration=0, keep=lambda name, x, own=False: x, log=print, save=print)
+    module.train(module.replace(args, seed=2), run)
     monkeypatch.setattr(module, "RANK", 1)
-    monkeypatch.setattr(sys, "stdout", sys.stdout)  # a rank above 0 replaces it
-    module.main(make_args(module, tmp_path / "rank1", env_id="Blink-v0"))
-    assert len({*training, *evaluation, *resumed, *Blink.seeds[16:]}) == 5 * 4
+    module.train(args, run)
+    assert len({*training, *evaluation, *resumed, *Blink.seeds[20:]}) == 5 * 4
+    # at a time limit, the value of the last observation is added; all rewards are the same
+    agent = module.Agent(args, module.make_envs(args, 0))
+    agent.load_state_dict(torch.load(tmp_path / "run" / "agent.pt"))
+    last_value = agent(torch.full((1, 64, 64, 3), 200, dtype=torch.uint8)).values.item()
+    rewards, _, firsts, *_ = calls[-9]
+    ended = firsts[1:] == 1
+    assert (rewards[ended] - rewards[~ended].mean()).numpy() == pytest.approx(0.999 * last_value, abs=1e-5)
+    for space in (Box(0, 1, (64, 64, 3)), Box(0, 255, (3, 64, 64), np.uint8)):
+        monkeypatch.setattr(Blink, "observation_space", space)
+        with pytest.raises(SystemExit, match="2"):
+            module.make_envs(args, 0)
+        assert "has no uint8 images" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("space", [Box(0, 1, (64, 64, 3)), Box(0, 255, (3, 64, 64), np.uint8), Discrete(3, start=1)])
-def test_an_environment_that_does_not_fit(tmp_path, monkeypatch, capsys, space):
-    module = recipe(tmp_path, ENV)
-    monkeypatch.setattr(Blink, "action_space" if isinstance(space, Discrete) else "observation_space", space)
-    with pytest.raises(SystemExit, match="2"):
-        train(module, tmp_path, env_id="Blink-v0")
-    assert capsys.readouterr().err.count("\n") == 1
+REAL = {  # an environment: recipes, a package that need not be there, the return that training reaches
+    "CartPole-v1": ([VECTORS], "gymnasium", 200),
+    "Pendulum-v1": ([CONTINUOUS], "gymnasium", -250),
+    "Acrobot-v1": ([VECTORS, MEMORY, RND], "gymnasium", None),
+    "MiniGrid-Empty-5x5-v0": ([ENV], "minigrid", 0.9),
+    "ALE/Breakout-v5": ([ENV], "ale_py", None),
+    "bossfight": ([ENVPOOL], "envpool", None),
+}
+LEARNED = [pytest.param(name, x[2], marks=pytest.mark.learning) for name, x in REAL.items() if x[2]]
 
 
-REAL = {"ale_py": [ENV, "Play Atari"], "minigrid": [ENV, "Play MiniGrid"], "CartPole": [ENV, "Read vectors"]}
-REAL["Pendulum"] = [*REAL["CartPole"], "Take continuous actions"]
-REAL["envpool"] = ["Use Procgen without its wheels"]
-LEARNED = [
-    pytest.param(*x, marks=pytest.mark.learning) for x in (("minigrid", 0.9), ("CartPole", 200), ("Pendulum", -250))
-]
+@pytest.mark.parametrize("env_id, goal", [*((name, None) for name in REAL), *LEARNED])
+def test_real_environments(tmp_path, env_id, goal):
+    names, package, _ = REAL[env_id]
+    pytest.importorskip(package)
+    source, text = apply(*names), RECIPES[names[0]]
+    if make_env := next((x for x in re.findall("```python\n(.*?)```", text, re.S) if package in x), ""):
+        source = re.sub(r"def make_env\(.*?\n\n\n", lambda _: make_env + "\n\n", source, flags=re.S)
+    command = re.search(f"python my_ppg.py --env-id {env_id}(.*?)```", text, re.S)
+    flags = command[1].replace("\\\n", "").split() if command else as_flags(TINY_PPG)[2:]
+    flags += ["--total-timesteps=256", "--num-steps=16", "--n-iteration=1"] if goal is None else []
+    module, run_dir = load(tmp_path, source, small=False), tmp_path / "run"
+    module.main(parse(module, "--env-id", env_id, *flags, "--no-cuda", "--run-dir", run_dir))
+    returns = [float(row["charts/mean_return_100"]) for row in read_rows(run_dir)]
+    assert first_kls(read_rows(run_dir)).max() < 1e-5 and (goal is None or returns[-1] > goal)
+    print(env_id, returns[3::4])
 
 
-def command(name, *flags):
-    """The flags of the recipe's command, and others. In lower case: a package that need not be there."""
-    apply(*REAL[name])
-    if name.islower():
-        pytest.importorskip(name)
-    text = section(REAL[name][-1]).split("```bash\npython my_ppg.py ")[1].split("```")[0]
-    return [*text.replace("\\\n", "").split(), *flags, "--no-cuda"]
+# ---- Algorithm
+
+ONE_UPDATE = {"env_id": "starpilot", "num_minibatches": 1, "num_aux_rollouts": 8, "num_levels": 3}  # in a phase
+ALGORITHM = [[MEMORY], [RND], [STORE], [PLR], [CLEANRL], [FEWER], [MEMORY, RND, PLR, CLEANRL, FEWER]]
 
 
-@pytest.mark.parametrize("name, goal", [*((name, None) for name in REAL), *LEARNED])
-def test_real_environments(tmp_path, name, goal):
-    short = ["--total-timesteps=128", "--num-steps=8", "--n-iteration=1"] if goal is None else []
-    flags = command(name, *short, f"--run-dir={tmp_path / 'run'}")
-    module = recipe(tmp_path, *REAL[name], small=False)
-    row = read_rows(train_script(module, parse(module, *flags), small=False))[-1]
-    assert float(row["losses/aux/kl_loss"]) > 0
-    assert goal is None or float(row["charts/mean_return_100"]) > goal
+@pytest.mark.parametrize("names", ALGORITHM)
+def test_first_updates_and_resuming(tmp_path, names):
+    module = load(tmp_path, apply(*names))
+    kls = first_kls(train(module, tmp_path / "a", **ONE_UPDATE))
+    assert len(kls) == (5 if FEWER in names else 6) and abs(kls).max() < 1e-7
+    train(module, tmp_path / "b", crash_in=4, **ONE_UPDATE)
+    assert same(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", REAL)
-def test_real_environments_with_two_ranks_and_resuming(tmp_path, name):
-    flags = command(name, "--total-timesteps=2048", "--num-steps=16", "--n-iteration=1", "--run-dir=run")
-    (tmp_path / "my_ppg.py").write_text(apply(*REAL[name]))
+@pytest.mark.parametrize("names", [*ALGORITHM, [VECTORS, MEMORY, RND], [CONTINUOUS, CLEANRL]])
+def test_two_ranks(tmp_path, names):
+    """A run ends where they have different weights."""
+    (tmp_path / "my_ppg.py").write_text(apply(*names))
+    env_id = "Pendulum-v1" if CONTINUOUS in names else "CartPole-v1" if VECTORS in names else "maze"
+    flags = {"env_id": env_id, "total_timesteps": 128, "num_levels": 3, "num_minibatches": 1, "run_dir": "run"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "my_ppg.py"]
-    with subprocess.Popen([*torchrun, *flags], cwd=tmp_path) as process:
-        wait_for((tmp_path / "run" / "checkpoint.pt").exists)
-        process.terminate()
+    subprocess.run([*torchrun, *as_flags(CHEAP_PPG | flags)], cwd=tmp_path, check=True)
     subprocess.run([*torchrun, "--resume=run"], cwd=tmp_path, check=True)
-    rows = read_rows(tmp_path / "run")
-    assert len(rows) == int(rows[-1]["iteration"]) and rows[-1]["global_step"] == "2048"
+    assert len(read_rows(tmp_path / "run")) == 4
 
 
-def test_stack_frames(tmp_path):
-    module = recipe(tmp_path, "Stack frames")
-    envs = module.FrameStack("chaser", 1, seed=1)
-    plain = module.ProcgenVectorEnv("chaser", 1, seed=1)
-    images, done = [plain.reset()[0]] * 4, False
-    while not done:
-        assert np.array_equal(envs.reset()[0], np.concatenate(images[-4:], -1))
-        obs, _, done, _, _ = plain.step(np.zeros(1, np.int64))
-        assert np.array_equal(envs.step(np.zeros(1, np.int64))[0][..., 9:], obs)
-        images.append(obs)
-    assert np.array_equal(envs.reset()[0], np.tile(obs, 4))
+WRONG = {  # what "Check your copy" says of copies with these edits
+    "pi_old without memory": ("agent(*part, T, bf16)", "agent(part[0], 0 * part[1], T, bf16)"),
+    "gradient steps without memory": ('chunk["hidden"], T, bf16)', '0 * chunk["hidden"], T, bf16)'),
+    "the state after a step for that before": ('"hidden": hidden, "next', '"hidden": out.hidden, "next'),
+    "no reset within a rollout": ("state * is_same_episode[t]", "state"),
+}
 
 
-def test_stacked_frames_resume_exactly(tmp_path):
-    module = recipe(tmp_path, "Stack frames", small=False)
-    whole, part = (make_args(module, tmp_path / x, **CHEAP_PPG) for x in "ab")
-    train_script(module, whole, small=False)
-    interrupt(module, part, 2 * 8 + 5, small=False)
-    assert same(resume(module, part.run_dir, small=False), tmp_path / "a")
-
-
-# ---- Algorithms, Check your copy
-
-ONE_UPDATE = TINY_PPG | {"num_minibatches": 1, "num_aux_rollouts": 8}  # a phase
-TITLES = re.findall("^### (.*)", (ROOT / "benchmark" / "RECIPES.md").read_text().split("## Algorithms")[1], re.M)
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_copies_show_in_the_first_divergences(tmp_path, name):
+    assert apply(MEMORY).count(WRONG[name][0]) == 1
+    module = load(tmp_path, apply(MEMORY).replace(*WRONG[name]))
+    kls = first_kls(train(module, tmp_path / "run", **ONE_UPDATE, total_timesteps=512))
+    print(f"{name}: {kls[kls > 1e-7].min()} to {kls.max()}")
+    assert kls.max() > 1e-6
 
 
 class Recall:
-    """Games of an image that is black or white and two grey ones: the last action must tell which the first was."""
+    """An image that is black or white and two grey ones: the last action must tell which the first was."""
 
-    obs_shape, obs_dtype, num_actions, state_dict = (64, 64, 3), torch.uint8, 2, dict
-    t, cues = 0, np.arange(16) % 2
+    single_observation_space, single_action_space = Box(0, 255, (64, 64, 3), np.uint8), Discrete(2)
+    state_dict, t, cues = dict, 0, np.arange(16) % 2
 
     def reset(self):
         images = np.full(16, 99) if self.t % 3 else 255 * self.cues
-        return np.tile(images.astype(np.uint8).reshape(16, 1, 1, 1), self.obs_shape), {}
+        return np.tile(images.astype(np.uint8).reshape(16, 1, 1, 1), (64, 64, 3)), {}
 
     def step(self, actions):
         done = np.full(16, self.t % 3 == 2)
@@ -228,77 +213,51 @@ class Recall:
         return self.reset()[0], rewards, done, np.zeros(16, bool), {}
 
 
-@pytest.mark.parametrize("title", TITLES)
-def test_first_updates_and_resuming(tmp_path, title):
-    """Checks 1 and 3 of "Check your copy"."""
-    module = recipe(tmp_path, title)
-    whole, part = (make_args(module, tmp_path / x, **ONE_UPDATE | {"env_id": "starpilot"}) for x in "ab")
-    rows = read_rows(train_script(module, whole))
-    assert {row["losses/approx_kl"] for row in rows} == {row["losses/aux/kl_loss"] or "0.0" for row in rows} == {"0.0"}
-    interrupt(module, part, 3 * 16 + 5)
-    assert same(resume(module, part.run_dir), tmp_path / "a")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("title", TITLES)
-def test_two_ranks(tmp_path, title):
-    """Check 4."""
-    (tmp_path / "my_ppg.py").write_text(apply(title, "Check your copy"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "my_ppg.py"]
-    subprocess.run([*torchrun, *as_flags(CHEAP_PPG), "--run-dir", "run"], cwd=tmp_path, check=True)
-
-
-def test_change_the_policy_loss(tmp_path):
-    module = recipe(tmp_path, "Change the policy loss")
-    args = module.Args(**TINY_PPG)
-    agent = module.Agent(args, module.ProcgenVectorEnv)
-    obs, actions = torch.zeros((4, 64, 64, 3), dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
-    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0])
-    logprobs = module.Policy(agent(obs).logits).log_prob(actions).detach()
-    for ratio, expected in ((10, (3 - 1.2) / 2), (2, (2 - 1.2) / 2)):  # 10 is cut at 3, 2 is not
-        _, stats = module.policy_loss(agent, args, obs, actions, logprobs - np.log(ratio), advantages)
-        assert stats["policy_loss"].item() == pytest.approx(expected, abs=1e-4)
-
-
-def test_add_memory(tmp_path):
-    module = recipe(tmp_path, "Add memory")
+def test_memory_recalls_and_its_chunks_are_whole_rollouts(tmp_path):
+    module = load(tmp_path, apply(MEMORY))
     module.make_envs = lambda *_: Recall()
     flags = {"num_envs": 16, "num_aux_rollouts": 16, "e_policy": 4, "e_value": 4, "gamma": 0.9, "learning_rate": 1e-3}
-    rows = train(module, tmp_path, arch="detach", total_timesteps=16 * 16 * 20, **flags)
+    rows = train(module, tmp_path / "a", **flags, arch="detach", total_timesteps=16 * 16 * 12)
     assert np.mean([float(row["charts/episodic_return"]) for row in rows[-4:]]) > 0.9  # without memory, 0.5
+    rows, other_rows = (train(module, tmp_path / f"{n}", chunk_size=n, total_timesteps=512, **flags) for n in (999, 70))
+    for name in [name for name in rows[1] if name.startswith("losses/")]:
+        assert float(rows[1][name]) == pytest.approx(float(other_rows[1][name]), abs=1e-5, rel=1e-4), name
 
 
 def test_add_an_intrinsic_reward(tmp_path):
-    module = recipe(tmp_path, "Add an intrinsic reward")
-    seen = record_gae(module)
-    rows = train(module, tmp_path, env_id="coinrun", total_timesteps=64 * 12, learning_rate=1e-3)
-    assert all((rewards > 0).all() for rewards, *_ in seen)  # coinrun itself has no reward in so few steps
-    losses = [float(row["losses/rnd_loss"]) for row in rows]
-    assert 0 < losses[-1] < 0.5 * losses[0]
-
-
-def test_add_an_auxiliary_head(tmp_path):
-    rows = train(recipe(tmp_path, "Add an auxiliary head with its own loss"), tmp_path)
-    assert [float(row["losses/aux/moment_loss"] or -1) >= 0 for row in rows] == [False, True] * 2
-
-
-def test_augment_the_observations(tmp_path):
-    module = recipe(tmp_path, "Augment the observations")
-    rows = torch.arange(64, dtype=torch.uint8).reshape(64, 1, 1).expand(500, 64, 64, 3)  # each pixel: its row
-    shifted = module.translate(rows).int()
-    shifts = shifted[:, 32] - 32
-    assert shifts.unique().tolist() == [*range(-4, 5)] and (shifts == shifts[:, :1]).all()
-    assert torch.equal(shifted, (rows.int() + shifts[:, None]).clamp(0, 63))
+    module = load(tmp_path, apply(RND))
+    calls = record(module, "compute_gae")
+    rows = train(module, tmp_path / "run", env_id="coinrun", total_timesteps=64 * 12, learning_rate=1e-3)
+    assert all((rewards > 0).all() for rewards, *_ in calls)  # coinrun itself has no reward in so few steps
+    assert 0 < float(rows[-1]["losses/rnd_loss"]) < 0.5 * float(rows[0]["losses/rnd_loss"])
 
 
 def test_choose_levels(tmp_path):
-    module = recipe(tmp_path, "Choose levels by their value loss")
-    envs = module.LevelReplay(make_args(module, tmp_path, num_levels=9))
+    module = load(tmp_path, apply(PLR))
+    args = make_args(module, tmp_path, num_levels=9)
+    envs = module.LevelReplay(args)
     envs.scores[:] = torch.arange(9)
     for _ in range(1000):
         obs, _, done, _, _ = envs.step(np.zeros(4, np.int64))
         for e in np.flatnonzero(done):
-            game = module.ProcgenVectorEnv("chaser", 1, start_level=int(envs.levels[e]), num_levels=1)
+            game = module.make_envs(module.replace(args, num_envs=1), 0, int(envs.levels[e]), 1)
             assert np.array_equal(obs[e], game.reset()[0][0])
-    envs.score(np.where(torch.stack(envs.played) == 8, 30, np.random.rand(1000, 4)))
+    envs.score(torch.where(torch.stack(envs.played) == 8, 30, torch.rand(1000, 4)))
     assert envs.level_probs()[8] > 0.8
+
+
+def test_losses_and_counts_of_updates(tmp_path):
+    module = load(tmp_path, apply(STORE, CLEANRL, FEWER))
+    out = module.Outputs(torch.zeros(2, 3), torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.ones(2))
+    chunk = {"targets": torch.tensor([2.0, 0]), "values": torch.zeros(2), "old_logits": torch.zeros(2, 3)}
+    chunk |= {"advantages": torch.tensor([0.0, 7]), "actions": torch.tensor([2, 0])}
+    assert module.value_loss(module.Args(), out, chunk)[0] == 0.25 * (1.8**2 + 1) / 2  # the first change is clipped
+    assert module.aux_loss(module.Args(), out, chunk)[1]["aux_value_loss"] == 0.5 * (3**2 + 3**2) / 2
+    calls = record(module, "mean_stats")
+    train(module, tmp_path / "a")
+    assert [len(stats) for stats, _ in calls] == [2, 2, 2, 2, 4]  # the second of two auxiliary phases
+    saved = torch.load(tmp_path / "a" / "checkpoint.pt")["shared"]
+    steps = {x["step"].item() for x in saved["optimizer"]["state"].values()}
+    assert "aux_optimizer" not in saved and steps == {12.0, 4.0}  # both phases; the auxiliary one
+    train(module, tmp_path / "b", skip_phases=0, aux_share=0.3)
+    assert [len(stats) for stats, _ in calls[5:]] == [2, 2, 2, 2, 2, 2]
