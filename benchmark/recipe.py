@@ -1,7 +1,9 @@
-"""Applies recipes of RECIPES.md, and those they build on, to a fresh copy of ppg_procgen.py.
+"""Applies recipes of RECIPES.md to a fresh copy of ppg_procgen.py.
 
-python benchmark/recipe.py                                                # lists the recipes
-python benchmark/recipe.py "Read vectors" "Add memory" -o my_ppg.py
+    python benchmark/recipe.py                                                # lists the recipes
+    python benchmark/recipe.py "Read vectors" "Add memory" -o my_ppg.py
+
+A recipe brings those that it builds on.
 """
 
 import argparse
@@ -24,45 +26,34 @@ def with_bases(name: str) -> set[str]:
     title = next((title for title in RECIPES if title.lower() == name.lower()), None)
     if title is None:
         fail(f'there is no recipe "{name}": without names, the command lists them')
-    bases = re.findall(r"^Builds on \[(.*?)\]", RECIPES[title], re.M)
-    return {title}.union(*map(with_bases, bases))
+    return {title}.union(*map(with_bases, re.findall(r"^Builds on \[(.*?)\]", RECIPES[title], re.M)))
 
 
 def apply(*names: str) -> str:
-    """The text of ppg_procgen.py with recipes. They are applied in the order of RECIPES.md. A block marked
-    `diff with TITLE` belongs to copies that have that recipe, too."""
+    """The text of ppg_procgen.py with recipes, which are applied in the order of RECIPES.md."""
     chosen = set().union(*map(with_bases, names))
     source = (FOLDER.parent / "ppg_procgen.py").read_text(encoding="utf-8")
     for title in [title for title in RECIPES if title in chosen]:
-        for other, block in re.findall(r"^```diff(?: with ([^\n]*))?\n(.*?)^```", RECIPES[title], re.M | re.S):
-            if other and other not in chosen:
+        for condition, hunk in re.findall(r"^(?:```diff|@@)(.*)\n((?:[-+ ].*\n|\n)+)", RECIPES[title], re.M):
+            if condition and condition.removeprefix(" with ") not in chosen:
                 continue
-            lines = block.splitlines(keepends=True)
-            before, after = (
-                "".join(line[1:] or "\n" for line in lines if line[0] in kept) for kept in ("- \n", "+ \n")
-            )
-            if source.count("\n" + before) != 1:
-                fail(f'"{title}" does not fit: not, or not once, in the file: {before.strip().splitlines()[0].strip()}')
-            source = source.replace("\n" + before, "\n" + after)
+            before = "\n" + re.sub(r"^\+.*\n|^[- ]", "", hunk, flags=re.M)
+            after = "\n" + re.sub(r"^-.*\n|^[+ ]", "", hunk, flags=re.M)
+            if source.count(before) != 1:
+                line = before.strip().splitlines()[0]
+                fail(f'"{title}" does not fit: this is not, or not once, in the file: {line}')
+            source = source.replace(before, after)
     return source
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="recipe")
+    parser.add_argument("recipe", nargs="*")
     parser.add_argument("-o", "--output", type=Path, default="my_ppg.py", help="the new file (default: my_ppg.py)")
     args = parser.parse_args()
-    if not args.names:
-        for title, text in RECIPES.items():
-            print(f"{title:36}{text.splitlines()[0]}")
-        return
-    source = apply(*args.names)
-    try:
-        with open(args.output, "x", encoding="utf-8") as file:
-            file.write(source)
-    except FileExistsError:
-        fail(f"{args.output} exists")
-
-
-if __name__ == "__main__":
-    main()
+    for title, text in RECIPES.items() if not args.recipe else ():
+        print(f"{title:36}{text.splitlines()[0]}")
+    if args.recipe:
+        if args.output.exists():
+            fail(f"{args.output} exists")
+        args.output.write_text(apply(*args.recipe), encoding="utf-8")
