@@ -41,6 +41,11 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+RANK = int(os.environ.get("RANK", 0))  # torchrun starts several, each with its environments and GPU
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
 # ---- 1 Arguments ----
 Game = Literal[
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
@@ -214,9 +219,9 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float):
     return advantages
 
 
-# A loss takes a chunk of a minibatch, tensors (M, ...) by name, and the agent's outputs (out).
-# It returns (loss, statistics to log). They must be means over samples: gradient_step averages them
-# over chunks. Nothing in them may wait for the GPU (.item()).
+# A loss takes the agent's outputs, and the chunk of a minibatch that they are for: tensors (M, ...)
+# by name. It returns (loss, statistics to log), which must be means over samples: backward()
+# averages them over chunks. Nothing in it may wait for the GPU (.item()).
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss."""
     pi = Policy(out.logits)
@@ -243,7 +248,7 @@ def ppo_loss(args: Args, out: Outputs, chunk: dict):
 
 
 @torch.no_grad()
-def act(agent: Agent, obs: Tensor):
+def act(agent, obs):
     """A step of the policy. The loop stores all that it returns, each (N, ...)."""
     out = agent(obs)
     pi = Policy(out.logits)
@@ -251,13 +256,11 @@ def act(agent: Agent, obs: Tensor):
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
-def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
-    """One step on the gradient of the summed losses, averaged over ranks. Returns their statistics,
-    means over the minibatch, on the device: it does not wait for the GPU."""
-    optimizer.zero_grad()
+def backward(agent, args, losses, minibatch):
+    """Compute the gradient of the losses' sum, in chunks of the minibatch to save memory."""
     stats = {}
     mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.chunk_size):  # in chunks, to save memory
+    for start in range(0, mb_size, args.chunk_size):
         part = slice(start, start + args.chunk_size)
         chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
         share = len(chunk["obs"]) / mb_size
@@ -273,6 +276,14 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
         del out  # else what no loss has used stays in memory
         for name, x in chunk_stats.items():
             stats[name] = stats.get(name, 0.0) + x.detach() * share
+    return stats
+
+
+def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
+    """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
+    Returns their statistics, on the device: it does not wait for the GPU."""
+    optimizer.zero_grad()
+    stats = backward(agent, args, losses, minibatch)
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
@@ -280,7 +291,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     return stats
 
 
-def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
+def make_optimizer(agent: Agent, learning_rate: float):
     lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 
@@ -302,7 +313,7 @@ def train(args: Args, run: "Run"):
     act_step = CudaGraphs(act) if args.cuda_graphs else act  # the same, only faster
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. Row T of obs and firsts is row 0 of the next
+    # A rollout, time first. Row T of obs and firsts is row 0 of the next, so it is kept
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
     run.keep("next_obs", obs[T], per_rank=True)
@@ -312,7 +323,7 @@ def train(args: Args, run: "Run"):
     reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
 
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # the same in a resumed run
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # fixed: for resumes
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         set_learning_rates([optimizer], lr_fraction)
@@ -351,11 +362,11 @@ def train(args: Args, run: "Run"):
         for _ in range(args.update_epochs):
             sample_inds = torch.randperm(T * N, device=device)
             for mb_inds in sample_inds.view(args.num_minibatches, -1):
-                minibatch = {name: x[mb_inds] for name, x in batch.items()}
-                std, mean = torch.std_mean(minibatch["advantages"], correction=0)
-                minibatch["advantages"] = (minibatch["advantages"] - mean) / (std + 1e-8)
-                mb_stats = take_gradient_step(agent, args, optimizer, (ppo_loss,), **minibatch)
-                stats.append(mb_stats)
+                mb = {name: x[mb_inds] for name, x in batch.items()}
+                std, mean = torch.std_mean(mb["advantages"], correction=0)
+                mb["advantages"] = (mb["advantages"] - mean) / (std + 1e-8)
+                losses = (ppo_loss,)
+                stats.append(take_gradient_step(agent, args, optimizer, losses, **mb))
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Evaluate, log, save ====
@@ -387,16 +398,19 @@ class ProcgenVectorEnv:
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions):
-        """Take actions (N,). Returns gymnasium's five values; raw rewards, float32 (N,)."""
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
 
 
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
+
 def make_envs(args: Args, seed: int, start_level: int, num_levels: int, **options):
     threads = args.env_threads
     if threads < 0:
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         threads = 0 if cores <= 2 else min(12, cores * 3 // 4)
     options |= {"rand_seed": seed, "start_level": start_level, "num_levels": num_levels}
     options |= {"distribution_mode": args.distribution_mode, "num_threads": threads}
@@ -418,7 +432,6 @@ class EpisodeStatistics:
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
     def update(self, raw_rewards, firsts):
-        """Means over the episodes that end in these T steps, and over the last 100, or nan."""
         firsts = gather(firsts)
         finished = []
         for t, rewards in enumerate(gather(raw_rewards)):
@@ -437,7 +450,7 @@ def make_eval_envs(args: Args):
 
 
 @torch.no_grad()
-def evaluate(agent: Agent, envs, seed: int):
+def evaluate(agent, envs, seed: int):
     """Raw returns (num_envs,) of one episode each."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -454,7 +467,7 @@ def evaluate(agent: Agent, envs, seed: int):
 
 
 # ---- 6 Speed, memory, ranks ----
-def set_up_device(args: Args):
+def set_up_device(args):
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
         torch.set_num_threads(1)  # others would spin on the environments' cores
@@ -463,11 +476,11 @@ def set_up_device(args: Args):
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def compile_encoders(agent: Agent):
+def compile_encoders(agent):
     print("compiling: a minute or two", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
@@ -513,13 +526,6 @@ def set_learning_rates(optimizers, fraction: float):
             group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
 
 
-# torchrun starts several ranks, each with its own environments and GPU
-RANK = int(os.environ.get("RANK", 0))
-NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
-
-
 def all_ranks(x):
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
@@ -528,16 +534,15 @@ def all_ranks(x):
 
 
 def gather(x):
-    return torch.cat(all_ranks(x), 1)  # every rank's (T, N), side by side
+    return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
 
 
 def average_grads(params):
     if NUM_RANKS > 1:
         mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
-        mean /= NUM_RANKS
         for x, part in zip(params, mean.split([x.numel() for x in params]), strict=True):
-            x.grad.copy_(part.view_as(x))
+            x.grad.copy_(part.view_as(x) / NUM_RANKS)
 
 
 def mean_stats(updates, prefix: str):
@@ -553,8 +558,6 @@ def mean_stats(updates, prefix: str):
 
 # ---- 7 Run folder, command line ----
 class Run:
-    """A run folder: metrics, and checkpoints of what is kept."""
-
     def __init__(self, args: Args):
         self.args = args
         self.folder = Path(args.run_dir)
@@ -591,7 +594,7 @@ class Run:
             set_state(x, saved.pop(name))
         return x
 
-    def log(self, row: dict):
+    def log(self, row):
         """row: numbers by name. A gradient that is not finite ends the run."""
         row["wall_time"] = time.monotonic() - self.start
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
@@ -600,7 +603,7 @@ class Run:
         if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
             sys.exit("a gradient is not finite: the run ends")
 
-    def write(self, row: dict):
+    def write(self, row):
         self.rows.append(row)
         is_new = not row.keys() <= set(self.columns)  # a column: write the table anew
         self.columns = list(dict.fromkeys(name for x in self.rows for name in x))
@@ -619,7 +622,7 @@ class Run:
         progress += f", {row['wall_time'] * (1 / share - 1) / 3600:.1f} hours left"
         print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
 
-    def save(self, iteration: int):
+    def save(self, iteration):
         ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
         modules = nn.ModuleList(x for x in self.shared.values() if isinstance(x, nn.Module))
         sums = all_ranks(sum(x.abs().sum().item() for x in modules.parameters()))
@@ -652,19 +655,18 @@ def set_state(x, state):
         vars(x).update(state)
 
 
-def require(condition: bool, message: str):
+def require(condition, message):
     if not condition:
         print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def check(args: Args):
+def check(args):
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
     counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "chunk_size"]
     for name in [*counts, "checkpoint_interval"]:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
-    last = NUM_LEVELS // NUM_RANKS - 1
-    require(0 <= args.seed <= last, f"seed must be from 0 to {last}")
+    require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, "seed must be below 2**31 - 1 / ranks")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     end = args.start_level + args.num_levels
     require(0 <= args.start_level <= end < NUM_LEVELS, f"levels end before {NUM_LEVELS}")
@@ -702,7 +704,7 @@ def parse_args() -> Args:
     return args
 
 
-def main(args: Args):
+def main(args):
     check(args)
     size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size != "1" and NUM_RANKS == 1:
