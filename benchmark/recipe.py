@@ -40,8 +40,9 @@ def apply(*names: str) -> str:
             before = "\n" + re.sub(r"^\+.*\n|^[- ]", "", hunk, flags=re.M)
             after = "\n" + re.sub(r"^-.*\n|^[+ ]", "", hunk, flags=re.M)
             if source.count(before) != 1:
-                line = before.strip().splitlines()[0]
-                fail(f'"{title}" does not fit: this is not, or not once, in the file: {line}')
+                lines = before[1:].splitlines()
+                line = next((x for x in lines if x not in source.splitlines()), lines[0]).strip()
+                fail(f'"{title}" does not fit: not, or not once, in the file: {line}')
             source = source.replace(before, after)
     return source
 
