@@ -11,18 +11,17 @@ After N_pi iterations, the auxiliary phase
     pi_old on all of B, E_aux epochs on L_joint + L_value     aux_loss
 
 Sections 2 to 4 are the algorithm. On a first reading, skip section 1, CudaGraphs, run.keep (what a
-resumed run needs), gather and average_grads (several GPUs). M: samples, A: actions; a
-rollout is T steps of one environment. [PPG-k]: what PPO does not do.
-
+resumed run needs), gather and average_grads (several GPUs). M: samples, A: actions; a rollout is T
+steps of one environment. [PPG-k]: a detail of the authors' code that is easily missed.
 How to change it:
     a loss           write f(args, out, chunk) as in section 3, and name it in train
     the network      ImpalaCNN, and its heads in Agent and Outputs
-    what B stores    a name of rollout in the call of make_buffer
-    a coefficient    one that changes: a 0-dim tensor in minibatch, which losses get whole
+    what B stores    a name of rollout and an example (T, N, ...), in the call of make_buffer
+    a coefficient    one that changes: minibatch["c"] = a 0-dim tensor, which losses get whole
     the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
     records          to log: row["name"] = x; kept for a resume: x = run.keep("name", x)
-Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help). The authors have minibatches of
-rollouts in the policy phase too, 256 environments, hard levels.
+Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help). The authors have 256
+environments, hard levels, and minibatches of rollouts in the policy phase too.
 """
 
 # /// script
@@ -58,6 +57,13 @@ import tyro
 from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+
+# torchrun starts several ranks, each with its own environments and GPU
+RANK = int(os.environ.get("RANK", 0))
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
 
 # ---- 1 Arguments ----
 Game = Literal[
@@ -236,7 +242,7 @@ class Policy:
 # ---- 3 Estimates, losses, gradient step ----
 class RewardNormalizer:
     """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1} in all
-    rollouts so far, and clips them to [-10, 10]."""
+    rollouts so far: sums of past rewards. Clips to [-10, 10]."""
 
     def __init__(self, args: Args):
         self.gamma = args.reward_gamma
@@ -267,9 +273,9 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float):
     return advantages
 
 
-# A loss takes a chunk of a minibatch, tensors (M, ...) by name, and the agent's outputs (out).
-# It returns (loss, statistics to log). They must be means over samples: gradient_step averages them
-# over chunks. Nothing in them may wait for the GPU (.item()).
+# A loss takes the agent's outputs, and the chunk of a minibatch that they are for: tensors (M, ...)
+# by name. It returns (loss, statistics to log), which must be means over samples: backward()
+# averages them over chunks. Nothing in it may wait for the GPU (.item()).
 def policy_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip + beta_pi KL - c S[pi]."""
     pi = Policy(out.logits)
@@ -311,7 +317,7 @@ def aux_loss(args: Args, out: Outputs, chunk: dict):
 
 
 @torch.no_grad()
-def act(agent: Agent, obs: Tensor):
+def act(agent, obs):
     """A step of the policy. The loop stores all that it returns, each (N, ...)."""
     out = agent(obs)
     pi = Policy(out.logits)
@@ -320,27 +326,10 @@ def act(agent: Agent, obs: Tensor):
 
 
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
-    """One step on the gradient of the summed losses, averaged over ranks. Returns their statistics,
-    means over the minibatch, on the device: it does not wait for the GPU."""
+    """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
+    Returns their statistics, on the device: it does not wait for the GPU."""
     optimizer.zero_grad()  # else gradients of the other phase would be part of this step
-    stats = {}
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.chunk_size):  # in chunks, to save memory
-        part = slice(start, start + args.chunk_size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        share = len(chunk["obs"]) / mb_size
-        out = agent(chunk["obs"], bf16)
-        chunk_loss = 0.0
-        chunk_stats = {}
-        for loss_fn in losses:
-            loss, loss_stats = loss_fn(args, out, chunk)
-            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
-            chunk_loss += loss * share
-            chunk_stats |= loss_stats
-        chunk_loss.backward()
-        del out  # else what no loss has used stays in memory
-        for name, x in chunk_stats.items():
-            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    stats = backward(agent, args, losses, bf16, minibatch)
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
@@ -348,7 +337,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
     return stats
 
 
-def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
+def make_optimizer(agent: Agent, learning_rate: float):
     """[PPG-2] Adam with epsilon 1e-8. It skips parameters without a gradient."""
     lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
@@ -365,7 +354,7 @@ def train(args: Args, run: "Run"):
     first_obs = torch.from_numpy(envs.reset()[0])
     run.keep("envs", envs, per_rank=True)
     agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
-    # [PPG-3] one Adam for each phase, and one for value epochs on their own
+    # [PPG-3] one Adam for each phase; value_optimizer is for E_V != E_pi only
     optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
     value_optimizer = run.keep("value_optimizer", make_optimizer(agent, args.learning_rate))
     aux_optimizer = run.keep("aux_optimizer", make_optimizer(agent, args.aux_learning_rate))
@@ -375,7 +364,7 @@ def train(args: Args, run: "Run"):
     act_step = CudaGraphs(act) if args.cuda_graphs else act  # the same, only faster
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. Row T of obs and firsts is row 0 of the next
+    # A rollout, time first. Row T of obs and firsts is row 0 of the next, so it is kept
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
     run.keep("next_obs", obs[T], per_rank=True)
@@ -383,11 +372,10 @@ def train(args: Args, run: "Run"):
     raw_rewards = torch.empty((T, N))
     episodes = run.keep("episodes", EpisodeStatistics(args))
     reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
-    # The paper's buffer B: room for N_pi of each
-    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))
+    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # the paper's B
 
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # the same in a resumed run
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # fixed: for resumes
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         set_learning_rates([optimizer, value_optimizer, aux_optimizer], lr_fraction)
@@ -440,6 +428,7 @@ def train(args: Args, run: "Run"):
         # ==== Policy phase: add all (s_t, V_targ) to B ====
         start = ((iteration - 1) % args.n_iteration) * N
         for name, x in buffer.items():
+            assert x.dtype == rollout[name].dtype, f"B has {name} as {x.dtype}"
             x[:, start : start + N] = rollout[name]
 
         # ==== Auxiliary phase [PPG-5], after every N_pi iterations ====
@@ -492,7 +481,6 @@ class ProcgenVectorEnv:
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions):
-        """Take actions (N,). Returns gymnasium's five values; raw rewards, float32 (N,)."""
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
@@ -523,7 +511,6 @@ class EpisodeStatistics:
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
     def update(self, raw_rewards, firsts):
-        """Means over the episodes that end in these T steps, and over the last 100, or nan."""
         firsts = gather(firsts)
         finished = []
         for t, rewards in enumerate(gather(raw_rewards)):
@@ -542,7 +529,7 @@ def make_eval_envs(args: Args):
 
 
 @torch.no_grad()
-def evaluate(agent: Agent, envs, seed: int):
+def evaluate(agent, envs, seed: int):
     """Raw returns (num_envs,) of one episode each."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -572,7 +559,7 @@ def set_up_device(args: Args):
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def compile_encoders(agent: Agent):
+def compile_encoders(agent):
     print("compiling: a minute or two, here and in the first auxiliary phase", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
@@ -611,6 +598,29 @@ class CudaGraphs:
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
 
 
+def backward(agent, args, losses, bf16, minibatch):
+    """The gradient of the summed losses, in chunks of the minibatch to save memory."""
+    stats = {}
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, args.chunk_size):
+        part = slice(start, start + args.chunk_size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        share = len(chunk["obs"]) / mb_size
+        out = agent(chunk["obs"], bf16)
+        chunk_loss = 0.0
+        chunk_stats = {}
+        for loss_fn in losses:
+            loss, loss_stats = loss_fn(args, out, chunk)
+            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
+            chunk_loss += loss * share
+            chunk_stats |= loss_stats
+        chunk_loss.backward()
+        del out  # else what no loss has used stays in memory
+        for name, x in chunk_stats.items():
+            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    return stats
+
+
 def make_buffer(args: Args, **examples: Tensor):
     """Tensors (T, N_pi * N, ...) for examples (T, N, ...); none without auxiliary phases."""
     buffer = {}
@@ -633,13 +643,6 @@ def set_learning_rates(optimizers, fraction: float):
             group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
 
 
-# torchrun starts several ranks, each with its own environments and GPU
-RANK = int(os.environ.get("RANK", 0))
-NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
-
-
 def all_ranks(x):
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
@@ -648,16 +651,15 @@ def all_ranks(x):
 
 
 def gather(x):
-    return torch.cat(all_ranks(x), 1)  # every rank's (T, N), side by side
+    return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
 
 
 def average_grads(params):
     if NUM_RANKS > 1:
         mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
-        mean /= NUM_RANKS
         for x, part in zip(params, mean.split([x.numel() for x in params]), strict=True):
-            x.grad.copy_(part.view_as(x))
+            x.grad.copy_(part.view_as(x) / NUM_RANKS)
 
 
 def mean_stats(updates, prefix: str):
@@ -673,8 +675,6 @@ def mean_stats(updates, prefix: str):
 
 # ---- 7 Run folder, command line ----
 class Run:
-    """A run folder: metrics, and checkpoints of what is kept."""
-
     def __init__(self, args: Args):
         self.args = args
         self.folder = Path(args.run_dir)

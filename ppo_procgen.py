@@ -41,6 +41,13 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+# torchrun starts several ranks, each with its own environments and GPU
+RANK = int(os.environ.get("RANK", 0))
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
+
 # ---- 1 Arguments ----
 Game = Literal[
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
@@ -214,9 +221,9 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float):
     return advantages
 
 
-# A loss takes a chunk of a minibatch, tensors (M, ...) by name, and the agent's outputs (out).
-# It returns (loss, statistics to log). They must be means over samples: gradient_step averages them
-# over chunks. Nothing in them may wait for the GPU (.item()).
+# A loss takes the agent's outputs, and the chunk of a minibatch that they are for: tensors (M, ...)
+# by name. It returns (loss, statistics to log), which must be means over samples: backward()
+# averages them over chunks. Nothing in it may wait for the GPU (.item()).
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss."""
     pi = Policy(out.logits)
@@ -243,7 +250,7 @@ def ppo_loss(args: Args, out: Outputs, chunk: dict):
 
 
 @torch.no_grad()
-def act(agent: Agent, obs: Tensor):
+def act(agent, obs):
     """A step of the policy. The loop stores all that it returns, each (N, ...)."""
     out = agent(obs)
     pi = Policy(out.logits)
@@ -252,27 +259,10 @@ def act(agent: Agent, obs: Tensor):
 
 
 def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
-    """One step on the gradient of the summed losses, averaged over ranks. Returns their statistics,
-    means over the minibatch, on the device: it does not wait for the GPU."""
+    """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
+    Returns their statistics, on the device: it does not wait for the GPU."""
     optimizer.zero_grad()
-    stats = {}
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.chunk_size):  # in chunks, to save memory
-        part = slice(start, start + args.chunk_size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        share = len(chunk["obs"]) / mb_size
-        out = agent(chunk["obs"])
-        chunk_loss = 0.0
-        chunk_stats = {}
-        for loss_fn in losses:
-            loss, loss_stats = loss_fn(args, out, chunk)
-            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
-            chunk_loss += loss * share
-            chunk_stats |= loss_stats
-        chunk_loss.backward()
-        del out  # else what no loss has used stays in memory
-        for name, x in chunk_stats.items():
-            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    stats = backward(agent, args, losses, minibatch)
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
@@ -280,7 +270,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     return stats
 
 
-def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
+def make_optimizer(agent: Agent, learning_rate: float):
     lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 
@@ -302,7 +292,7 @@ def train(args: Args, run: "Run"):
     act_step = CudaGraphs(act) if args.cuda_graphs else act  # the same, only faster
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. Row T of obs and firsts is row 0 of the next
+    # A rollout, time first. Row T of obs and firsts is row 0 of the next, so it is kept
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
     run.keep("next_obs", obs[T], per_rank=True)
@@ -312,7 +302,7 @@ def train(args: Args, run: "Run"):
     reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
 
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # the same in a resumed run
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # fixed: for resumes
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         set_learning_rates([optimizer], lr_fraction)
@@ -387,7 +377,6 @@ class ProcgenVectorEnv:
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions):
-        """Take actions (N,). Returns gymnasium's five values; raw rewards, float32 (N,)."""
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
@@ -418,7 +407,6 @@ class EpisodeStatistics:
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
     def update(self, raw_rewards, firsts):
-        """Means over the episodes that end in these T steps, and over the last 100, or nan."""
         firsts = gather(firsts)
         finished = []
         for t, rewards in enumerate(gather(raw_rewards)):
@@ -437,7 +425,7 @@ def make_eval_envs(args: Args):
 
 
 @torch.no_grad()
-def evaluate(agent: Agent, envs, seed: int):
+def evaluate(agent, envs, seed: int):
     """Raw returns (num_envs,) of one episode each."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -467,7 +455,7 @@ def set_up_device(args: Args):
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def compile_encoders(agent: Agent):
+def compile_encoders(agent):
     print("compiling: a minute or two", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
@@ -506,18 +494,34 @@ class CudaGraphs:
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
 
 
+def backward(agent, args, losses, minibatch):
+    """The gradient of the summed losses, in chunks of the minibatch to save memory."""
+    stats = {}
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, args.chunk_size):
+        part = slice(start, start + args.chunk_size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        share = len(chunk["obs"]) / mb_size
+        out = agent(chunk["obs"])
+        chunk_loss = 0.0
+        chunk_stats = {}
+        for loss_fn in losses:
+            loss, loss_stats = loss_fn(args, out, chunk)
+            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
+            chunk_loss += loss * share
+            chunk_stats |= loss_stats
+        chunk_loss.backward()
+        del out  # else what no loss has used stays in memory
+        for name, x in chunk_stats.items():
+            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    return stats
+
+
 def set_learning_rates(optimizers, fraction: float):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"].item())
             group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
-
-
-# torchrun starts several ranks, each with its own environments and GPU
-RANK = int(os.environ.get("RANK", 0))
-NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
 
 
 def all_ranks(x):
@@ -528,16 +532,15 @@ def all_ranks(x):
 
 
 def gather(x):
-    return torch.cat(all_ranks(x), 1)  # every rank's (T, N), side by side
+    return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
 
 
 def average_grads(params):
     if NUM_RANKS > 1:
         mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
-        mean /= NUM_RANKS
         for x, part in zip(params, mean.split([x.numel() for x in params]), strict=True):
-            x.grad.copy_(part.view_as(x))
+            x.grad.copy_(part.view_as(x) / NUM_RANKS)
 
 
 def mean_stats(updates, prefix: str):
@@ -553,8 +556,6 @@ def mean_stats(updates, prefix: str):
 
 # ---- 7 Run folder, command line ----
 class Run:
-    """A run folder: metrics, and checkpoints of what is kept."""
-
     def __init__(self, args: Args):
         self.args = args
         self.folder = Path(args.run_dir)
