@@ -104,7 +104,7 @@ def test_another_environment(tmp_path, monkeypatch, capsys):
     module.train(args, run)
     assert len({*training, *evaluation, *resumed, *Blink.seeds[16:]}) == 5 * 4
     # at a time limit, the value of the last observation is added; all rewards are the same
-    agent = module.Agent(args, module.make_envs(args, 0))
+    agent = module.Agent(args, module.make_envs(args, 0, 0, 0))
     agent.load_state_dict(torch.load(tmp_path / "run" / "agent.pt"))
     last_value = agent(torch.full((1, 64, 64, 3), 200, dtype=torch.uint8)).values.item()
     rewards, _, firsts, *_ = calls[-9]
@@ -113,7 +113,7 @@ def test_another_environment(tmp_path, monkeypatch, capsys):
     for space in (Box(0, 1, (64, 64, 3)), Box(0, 255, (3, 64, 64), np.uint8)):
         monkeypatch.setattr(Blink, "observation_space", space)
         with pytest.raises(SystemExit, match="2"):
-            module.make_envs(args, 0)
+            module.make_envs(args, 0, 0, 0)
         assert "has no uint8 images" in capsys.readouterr().err
 
 
@@ -125,7 +125,11 @@ REAL = {  # an environment: recipes, a package that need not be there, the retur
     "ALE/Breakout-v5": ([ENV], "ale_py", None),
     "bossfight": ([ENVPOOL], "envpool", None),
 }
-LEARNED = [pytest.param(name, x[2], marks=pytest.mark.learning) for name, x in REAL.items() if x[2]]
+LEARNED = [
+    pytest.param(name, x[2], marks=[pytest.mark.learning, pytest.mark.timeout(3600)])
+    for name, x in REAL.items()
+    if x[2]
+]
 
 
 @pytest.mark.parametrize("env_id, goal", [*((name, None) for name in REAL), *LEARNED])
