@@ -163,7 +163,7 @@ def test_first_updates_and_resuming(tmp_path, names):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [*ALGORITHM, [VECTORS, MEMORY, RND], [CONTINUOUS, CLEANRL]])
+@pytest.mark.parametrize("names", [ALGORITHM[-1], [STORE], [VECTORS, MEMORY, RND], [CONTINUOUS, CLEANRL]])
 def test_two_ranks(tmp_path, names):
     """A run ends where they have different weights."""
     (tmp_path / "my_ppg.py").write_text(apply(*names))
