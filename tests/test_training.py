@@ -3,18 +3,31 @@
 import ast
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
 import torch
-from conftest import ROOT, TINY, as_flags, comparable, interrupt, make_args, parse, read_rows, resume, same, wait_for
+from conftest import (
+    ROOT,
+    TINY,
+    as_flags,
+    comparable,
+    interrupt,
+    make_args,
+    parse,
+    read_rows,
+    resume,
+    same,
+    train,
+    wait_for,
+)
+from gymnasium.spaces import Box, Discrete
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppg_procgen
@@ -56,45 +69,46 @@ def test_annealing_follows_global_progress(run, script, monkeypatch):
 
 def test_episodes_go_on_across_rollouts(run, script, monkeypatch):
     """Episodes of four steps, rollouts of six. Only the first episodes are shorter."""
-    monkeypatch.setattr(script, "ProcgenVectorEnv", ProbeEnv)
+    monkeypatch.setattr(script, "make_envs", ProbeEnv)
     rows = read_rows(run(script, num_steps=6, total_timesteps=4 * 24))
     assert [float(row["charts/episodic_length"]) for row in rows[1:]] == [4.0] * 3
 
 
 def test_the_first_update_of_an_iteration_sees_what_acted(run, script, monkeypatch):
-    """The old values and probabilities of a sample are those of its observation and action, its advantage is
-    normalized target - old value."""
+    """The values and probabilities of a sample are those of its observation and action, its advantage is normalized
+    target - value. The KL that is logged says so too."""
 
-    def gradient_step(agent, args, optimizer, loss_fn, original=script.gradient_step, **minibatch):
-        if loss_fn is script.policy_and_value_loss:
+    def gradient_step(agent, args, optimizer, losses, *rest, original=script.gradient_step, **minibatch):
+        if "advantages" in minibatch:
             out = agent(minibatch["obs"])
             logprobs = script.Policy(out.logits).log_prob(minibatch["actions"])
-            errors = [out.values - minibatch["old_values"], logprobs - minibatch["old_logprobs"]]
-            pairs = torch.stack([minibatch["targets"] - minibatch["old_values"], minibatch["advantages"]])
+            errors = [out.values - minibatch["values"], logprobs - minibatch["logprobs"]]
+            pairs = torch.stack([minibatch["targets"] - minibatch["values"], minibatch["advantages"]])
             seen.append([error.abs().max().item() for error in errors] + [pairs.corrcoef()[0, 1].item()])
-        return original(agent, args, optimizer, loss_fn, **minibatch)
+        return original(agent, args, optimizer, losses, *rest, **minibatch)
 
     seen = []
     monkeypatch.setattr(script, "gradient_step", gradient_step)
-    run(script, small=False, env_id="bossfight", num_steps=32, total_timesteps=2 * 128)
+    rows = read_rows(run(script, small=False, env_id="bossfight", num_steps=32, total_timesteps=2 * 128))
     updates = seen[:: len(seen) // 2]  # the first of two iterations
     assert np.allclose(updates, [0, 0, 1], atol=1e-5) and not np.allclose(seen, [0, 0, 1], atol=1e-5)
+    assert all(abs(float(row["losses/first_approx_kl"])) < 1e-6 < float(row["losses/approx_kl"]) for row in rows)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_policy_is_its_own_clone_as_the_auxiliary_phase_begins(run, monkeypatch, dtype):
     """pi_old is the policy of then, in the phase's precision; logits are float32 for the losses."""
 
-    def gradient_step(agent, args, optimizer, loss_fn, original=ppg_procgen.gradient_step, **minibatch):
-        if loss_fn is ppg_procgen.aux_loss:
-            assert minibatch["pi_old"].dtype == torch.float32
-            seen.append(loss_fn(agent, args, **minibatch)[1]["kl_loss"].item())
-        return original(agent, args, optimizer, loss_fn, **minibatch)
+    def aux_loss(args, out, chunk, original=ppg_procgen.aux_loss):
+        assert chunk["old_logits"].dtype == out.logits.dtype == torch.float32
+        loss, stats = original(args, out, chunk)
+        seen.append(stats["kl_loss"].item())
+        return loss, stats
 
     seen = []
-    monkeypatch.setattr(ppg_procgen, "gradient_step", gradient_step)
-    run(small=False, env_id="bossfight", aux_dtype=dtype, total_timesteps=128)
-    assert abs(seen[0]) < 1e-8 < 1e-4 < min(seen[1:])
+    monkeypatch.setattr(ppg_procgen, "aux_loss", aux_loss)
+    rows = read_rows(run(small=False, env_id="bossfight", aux_dtype=dtype, total_timesteps=128))
+    assert abs(seen[0]) < 1e-8 < 1e-4 < min(seen[1:]) and float(rows[-1]["losses/aux/first_kl_loss"]) == seen[0]
 
 
 SEEDED = {"dual": {}, "detach": {"arch": "detach", "aux_dtype": "bfloat16"}, "ppo": {"script": ppo_procgen}}
@@ -110,13 +124,12 @@ def test_same_seed_same_bits_other_seed_others(run, trained, flags):
 
 PUBLISHED = {  # both papers' easy setting
     "total_timesteps": 25_000_000, "distribution_mode": "easy", "num_levels": 0, "start_level": 0, "num_envs": 64,
-    "num_steps": 256, "learning_rate": 5e-4, "anneal_lr": False, "gamma": 0.999, "gae_lambda": 0.95,
+    "compile": False, "cuda_graphs": False, "num_steps": 256, "learning_rate": 5e-4, "anneal_lr": False, "gamma": 0.999, "gae_lambda": 0.95,
     "reward_gamma": 0.99, "num_minibatches": 8, "clip_coef": 0.2, "ent_coef": 0.01, "vf_coef": 0.5,
 }  # fmt: skip
 PUBLISHED_PPG = {
-    "e_policy": 1, "e_value": 1, "kl_coef": 0, "clip_vloss": False, "max_grad_norm": 0, "arch": "dual",
-    "n_iteration": 32, "e_auxiliary": 6, "aux_learning_rate": 5e-4, "beta_clone": 1, "num_aux_rollouts": 4,
-    "single_optimizer": False,
+    "e_policy": 1, "e_value": 1, "kl_coef": 0, "max_grad_norm": 0, "arch": "dual", "n_iteration": 32, "e_auxiliary": 6,
+    "aux_learning_rate": 5e-4, "beta_clone": 1, "num_aux_rollouts": 4, "aux_dtype": "float32",
 }  # fmt: skip
 PUBLISHED_PPO = {"update_epochs": 3, "clip_vloss": True, "max_grad_norm": 0.5}
 
@@ -130,16 +143,15 @@ FLAGS = {
     "env_id": "bigfish", "total_timesteps": 192, "seed": 2, "distribution_mode": "hard", "num_levels": 1,
     "start_level": 5, "num_envs": 8, "num_steps": 32, "learning_rate": 1e-3, "anneal_lr": True, "gamma": 0.9,
     "gae_lambda": 0.5, "reward_gamma": 0.5, "num_minibatches": 4, "chunk_size": 7, "e_policy": 2, "e_value": 2,
-    "clip_coef": 1e-4, "kl_coef": 1.0, "ent_coef": 0.1, "vf_coef": 1.0, "clip_vloss": True, "max_grad_norm": 0.01,
+    "clip_coef": 1e-4, "kl_coef": 1.0, "ent_coef": 0.1, "vf_coef": 1.0, "max_grad_norm": 0.01,
     "arch": "detach", "n_iteration": 1, "e_auxiliary": 2, "aux_learning_rate": 1e-3, "beta_clone": 0.0,
-    "num_aux_rollouts": 4, "single_optimizer": True,
-    "aux_dtype": "bfloat16",
+    "num_aux_rollouts": 4, "aux_dtype": "bfloat16",
 }  # fmt: skip
 PPO_FLAGS = {name: FLAGS[name] for name in FLAGS if name in {field.name for field in fields(ppo_procgen.Args)}}
 PPO_FLAGS |= {"update_epochs": 2, "clip_vloss": False}
 ELSEWHERE = {  # these change no number of the training; each has a test of its own
     "exp_name", "run_dir", "resume", "checkpoint_interval", "cuda", "track", "wandb_project_name", "wandb_entity",
-    "eval_interval", "env_threads", "aux_device", "compile", "cuda_graphs", "tf32",
+    "eval_interval", "env_threads", "buffer_on_cpu", "compile", "cuda_graphs",
 }  # fmt: skip
 
 
@@ -169,12 +181,15 @@ def test_flag_changes_the_run(trained, script, flag):
 BAD = {  # {} is the folder of a run of PPG
     "ppg --num-minibatches 7": "num_minibatches must divide 16384 samples",
     "ppg --num-aux-rollouts -4": "num_aux_rollouts must be at least 1",
+    "ppg --num-aux-rollouts 3": "num_aux_rollouts must divide 2048",
     "ppg --e-policy 0": "e_policy must be at least 1",
-    "ppg --chunk-size -1": "chunk_size cannot be negative",
+    "ppg --chunk-size -1": "chunk_size must be at least 1",
     "ppg --total-timesteps 16383": "total_timesteps must be at least 16384",
     "ppg --seed 3000000000": "seed must be from 0 to 2147483646",
-    "ppg --start-level 2147483640 --num-levels 100": "levels end at 2147483647",
+    "ppg --start-level 2147483640 --num-levels 7": "levels end before 2147483647",
     "ppo --start-level 7": "start_level needs num_levels",
+    "ppg --cuda-graphs --no-cuda": "--compile, --cuda-graphs: no GPU",
+    "ppo --compile --no-cuda": "--compile, --cuda-graphs: no GPU",
     "ppg --run-dir {}": "is not empty",
     "ppg --resume nothing": "'nothing' is not a run folder",
     "ppo --resume {}": "not the script of",
@@ -189,22 +204,29 @@ def test_bad_flags_end_with_a_message_and_exit_code_2(trained, tmp_path, monkeyp
     name, *flags = command.format(trained()).split()
     script = ppo_procgen if name == "ppo" else ppg_procgen
     with pytest.raises(SystemExit) as end:
-        script.open_run(parse(script, *flags))
+        script.main(parse(script, *flags))
     assert end.value.code == 2 and BAD[command] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
+def test_arguments_are_data_until_they_are_checked():
+    args = Args(num_minibatches=7, num_aux_rollouts=3, e_auxiliary=0)
+    with pytest.raises(FrozenInstanceError):
+        args.ent_coef = 0.0
+    ppg_procgen.check(replace(args, num_minibatches=8))  # without an auxiliary phase, its minibatches may be any
+
+
 def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    args = parse(script, *as_flags(TINY | {"total_timesteps": 64, "seed": 5, "exp_name": "mine"}))
-    assert re.fullmatch(r"runs/chaser__mine__5__\d{8}-\d{6}", args.run_dir)
-    with script.open_run(args):
-        about = json.loads((tmp_path / args.run_dir / "args.json").read_text())
-    assert about["args"] == vars(args)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    assert about["commit"].removesuffix("-dirty") == commit
+    args = parse(script, *as_flags(TINY | {"total_timesteps": 64, "seed": 5, "exp_name": "50%drop"}))
+    assert re.fullmatch(r"runs/chaser__50%drop__5__\d{8}-\d{6}", args.run_dir)
+    train(script, args)
+    about = json.loads((tmp_path / args.run_dir / "args.json").read_text())
+    assert about == {"args": asdict(args), "num_ranks": 1, "torch": torch.__version__}
     name = f"{script.__name__}.py"
     assert (tmp_path / args.run_dir / name).read_text() == (ROOT / name).read_text()
+    weights = torch.load(tmp_path / args.run_dir / "agent.pt", weights_only=True)
+    assert all(x.is_contiguous() for x in weights.values())  # as other formats want them
 
 
 # ---- README
@@ -215,7 +237,6 @@ def test_settings_of_the_readme_are_possible():
     assert len(cells) >= 6
     for flags in cells:
         parse(ppg_procgen, *flags.split())
-    assert parse(ppg_procgen, "--v-value", "3").e_value == 3  # CleanRL's name
 
 
 @pytest.mark.slow
@@ -235,12 +256,24 @@ def test_the_command_of_the_readme(tmp_path):
 
 def test_each_iteration_is_a_line_of_the_output(run, capsys):
     run(e_auxiliary=2)
-    start, to_resume, *lines, end = capsys.readouterr().out.splitlines()
-    assert start.endswith("4 iterations, 2 auxiliary phases, on cpu") and to_resume.startswith("To resume: python ")
+    start, buffer, *lines, end = capsys.readouterr().out.splitlines()
+    assert start.endswith("4 iterations, 2 auxiliary phases, on cpu") and buffer == "the buffer B: 0.0 GB on cpu"
     assert end.endswith("is finished")
     begins = [re.match(r"step \d+|auxiliary epoch \d of 2", line)[0] for line in lines]
     phase = ["auxiliary epoch 1 of 2", "auxiliary epoch 2 of 2"]
     assert begins == ["step 64", *phase, "step 128", "step 192", *phase, "step 256"]
+    assert re.search(r" 75\.0%, \d\.\d hours left, SPS \d+$", lines[4])
+    run(n_iteration=8)
+    assert "4 iterations, no auxiliary phases" in capsys.readouterr().out
+
+
+def test_a_gpu_that_torch_cannot_use_is_named(run, monkeypatch, capsys):
+    monkeypatch.setattr(ppo_procgen.shutil, "which", lambda name: f"/usr/bin/{name}")
+    run(ppo_procgen, total_timesteps=64)
+    assert "no GPU" not in capsys.readouterr().out  # it was asked for the CPU
+    if not torch.cuda.is_available():
+        run(ppo_procgen, total_timesteps=64, cuda=True)
+        assert "torch finds no GPU: driver too old" in capsys.readouterr().out
 
 
 def test_tensorboard_shows_what_the_table_holds(trained, script):
@@ -248,25 +281,19 @@ def test_tensorboard_shows_what_the_table_holds(trained, script):
     events, rows = EventAccumulator(str(run_dir)).Reload(), read_rows(run_dir)
     for name in rows[0]:
         expected = {int(row["global_step"]): float(row[name]) for row in rows if row[name] != ""}
-        assert {event.step: event.value for event in events.Scalars(name)} == pytest.approx(expected, rel=1e-6)
+        values = {event.step: event.value for event in events.Scalars(name)}
+        assert values == pytest.approx(expected, rel=1e-6, nan_ok=True)
     wanted = "episodic_return episodic_length SPS learning_rate value_loss policy_loss entropy old_approx_kl approx_kl"
     assert set(wanted.split()) | {"clipfrac", "explained_variance"} <= {name.split("/")[-1] for name in rows[0]}
 
 
-def test_weights_and_biases_offline(run, monkeypatch):
-    import wandb
-
+def test_two_tracked_runs_in_one_process_are_two_runs(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    before = signal.getsignal(signal.SIGINT)
-    run_dir = run(ppo_procgen, track=True)
-    with pytest.raises(SystemExit, match="130"):  # an exit of Python, for which W&B keeps its last rows
-        signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-    wandb.finish()
-    (history,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    wait_for(lambda: history.read_bytes().count(b"losses/policy_loss") >= 8)  # each iteration: history and summary
-    assert history.read_bytes().count(b"losses/policy_loss") == 8
+    for _ in range(2):
+        run_dir = run(ppo_procgen, track=True)
+        (history,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
+        wait_for(lambda history=history: b"losses/policy_loss" in history.read_bytes())
 
 
 def test_weights_and_biases_go_on_in_the_same_run_after_a_kill(tmp_path, start):
@@ -283,13 +310,13 @@ def test_weights_and_biases_go_on_in_the_same_run_after_a_kill(tmp_path, start):
 def test_any_number_that_a_user_logs_is_stored_as_a_float_and_survives_a_resume(tmp_path, monkeypatch):
     numbers = {"a": np.float32(1.5), "b": torch.tensor(2.5), "c": np.int64(3), "d": float("inf"), "e": np.array(4.0)}
 
-    def log(self, row, original=ppg_procgen.Logger.log):
+    def log(self, row, original=ppg_procgen.Run.log):
         original(self, row | numbers)
 
-    monkeypatch.setattr(ppg_procgen.Logger, "log", log)
+    monkeypatch.setattr(ppg_procgen.Run, "log", log)
     run_dir = interrupt(ppg_procgen, make_args(ppg_procgen, tmp_path / "run"), 3 * 16)
     rows = read_rows(resume(ppg_procgen, run_dir))
-    assert [[row.get(name) for name in numbers] for row in rows] == [["1.5", "2.5", "3.0", None, "4.0"]] * 4
+    assert [[row.get(name) for name in numbers] for row in rows] == [["1.5", "2.5", "3.0", "inf", "4.0"]] * 4
 
 
 # ---- the two scripts
@@ -302,8 +329,8 @@ def test_shared_definitions_are_the_same_word_for_word():
         return {node.name: ast.get_source_segment(source, node) for node in nodes}
 
     ppg, ppo = definitions(ppg_procgen), definitions(ppo_procgen)
-    differ = "Args ResidualBlock ConvSequence ImpalaCNN Outputs Agent Policy RewardNormalizer "
-    differ += "policy_and_value_loss train settle main"
+    differ = "Args ResidualBlock ImpalaCNN Outputs Agent Policy RewardNormalizer ppo_loss gradient_step make_optimizer "
+    differ += "train compile_encoders mean_stats check main"
     assert {name for name in ppo if ppg.get(name) != ppo[name]} <= set(differ.split())
 
 
@@ -323,10 +350,10 @@ class ProbeEnv:
     """Episodes of four steps of reward 1 whose step the observation shows; every second environment has a time limit.
     With choice, a reward only where the action tells black from white."""
 
-    obs_shape, obs_dtype, num_actions, choice = (64, 64, 3), torch.uint8, 2, False
+    single_observation_space, single_action_space, choice = Box(0, 255, (64, 64, 3), np.uint8), Discrete(2), False
 
-    def __init__(self, env_id, num_envs, mode, seed, **options):
-        self.num_envs, self.random, self.t = num_envs, np.random.default_rng(seed), np.arange(num_envs) % 4
+    def __init__(self, args, seed, *_):
+        self.num_envs, self.random, self.t = args.num_envs, np.random.default_rng(seed), np.arange(args.num_envs) % 4
 
     def reset(self):
         self.shade = self.random.integers(2, size=self.num_envs) if self.choice else self.t / 4
@@ -347,24 +374,16 @@ PROBES = {"dual": (ppg_procgen, {}), "detach": (ppg_procgen, {"arch": "detach"})
 
 
 def test_probe_the_value_function_learns_what_is_to_come(run, monkeypatch):
-    monkeypatch.setattr(ppg_procgen, "ProcgenVectorEnv", ProbeEnv)
+    monkeypatch.setattr(ppg_procgen, "make_envs", ProbeEnv)
     rows = read_rows(run(**PROBE, aux_learning_rate=5e-3, e_value=2))
     assert float(rows[-1]["charts/mean_return_100"]) == 4
     assert float(rows[-1]["losses/explained_variance"]) > 0.9
 
 
-def test_observations_of_another_dtype_than_the_declared_end_the_run(run, monkeypatch):
-    """They were truncated, and the run went on."""
-    original = ppg_procgen.ProcgenVectorEnv.reset
-    monkeypatch.setattr(ppg_procgen.ProcgenVectorEnv, "reset", lambda self: (original(self)[0] / np.float32(255), {}))
-    with pytest.raises(TypeError, match="Cannot cast .* from dtype..float32.. to dtype..uint8.."):
-        run()
-
-
 @pytest.mark.parametrize("script, flags", PROBES.values(), ids=PROBES)
 def test_probe_the_policy_learns_to_look(run, monkeypatch, script, flags):
     monkeypatch.setattr(ProbeEnv, "choice", True)
-    monkeypatch.setattr(script, "ProcgenVectorEnv", ProbeEnv)
+    monkeypatch.setattr(script, "make_envs", ProbeEnv)
     rows = read_rows(run(script, **PROBE | flags, reward_gamma=0.0))
     assert float(rows[0]["charts/mean_return_100"]) < 3
     assert float(rows[-1]["charts/episodic_return"]) > 3.7  # of 4
@@ -376,7 +395,7 @@ def committed_runs(script, name: str) -> tuple[list[float], dict]:
     records, rows = json.loads((folder / "args.json").read_text()), pd.read_csv(folder / "metrics.csv.gz")
     runs = [run for run in records if run.startswith(f"starpilot__{name}__")]
     assert len(runs) == 5
-    args = records[runs[0]]["args"] | {"cuda": False, "aux_dtype": "auto"}
+    args = records[runs[0]]["args"] | {"cuda": False, "aux_dtype": "float32", "chunk_size": 512}
     names = {field.name for field in fields(script.Args)} & set(args) - {"run_dir", "resume"}
     values = [rows.loc[rows["run"] == run, "charts/mean_return_100"].iloc[-1] for run in runs]
     return values, {name: args[name] for name in names}

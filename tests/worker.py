@@ -1,5 +1,6 @@
 """What conftest.py forks: a script in a process of its own, with some functions replaced."""
 
+import functools
 import importlib
 import itertools
 import os
@@ -7,10 +8,10 @@ import signal
 import sys
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
+from gymnasium.spaces import Box, Discrete
 from torch import nn
 
 import ppg_procgen
@@ -40,14 +41,14 @@ class ScriptedGames:
     """Game e of rank r is number r * N + e of the whole run, however many processes play it: what it shows depends on
     its number and the time, its rewards on what it shows and the action."""
 
-    obs_shape, obs_dtype, num_actions, rank = (64, 64, 3), torch.uint8, 15, 0
+    single_observation_space, single_action_space = Box(0, 255, (64, 64, 3), np.uint8), Discrete(15)
 
-    def __init__(self, env_id: str, num_envs: int, mode: str, seed: int, **options) -> None:
-        self.numbers, self.t = self.rank * num_envs + np.arange(num_envs), 0
+    def __init__(self, num_envs: int, rank: int) -> None:
+        self.numbers, self.t = rank * num_envs + np.arange(num_envs), 0
 
     def reset(self) -> tuple[np.ndarray, dict]:
         draws = [np.random.default_rng([number, self.t]) for number in self.numbers]
-        self.obs = np.stack([draw.integers(256, size=self.obs_shape, dtype=np.uint8) for draw in draws])
+        self.obs = np.stack([draw.integers(256, size=(64, 64, 3), dtype=np.uint8) for draw in draws])
         return self.obs, {}
 
     def step(self, actions: np.ndarray) -> tuple:
@@ -83,7 +84,7 @@ def install_scripted(script, setattr) -> None:
 
     if script.__name__ == "ppo_procgen":  # it would normalize the advantages of each rank's minibatch on their own
         setattr(torch, "std_mean", lambda x, **_: (1.0, 0.0))
-    setattr(script, "ProcgenVectorEnv", type("Games", (ScriptedGames,), {"rank": script.RANK}))
+    setattr(script, "make_envs", lambda args, *_: ScriptedGames(args.num_envs, script.RANK))
     setattr(script.Policy, "sample", sample)
     setattr(torch, "randperm", randperm)
     # float64 from rewards to weights: in float32 what differs by rounding differs in the third digit ten updates later
@@ -92,19 +93,19 @@ def install_scripted(script, setattr) -> None:
 
 def use_float64(script, setattr) -> None:
     """Everything that a run computes; the caller restores torch's default dtype."""
-    setattr(script, "np", SimpleNamespace(**vars(np) | {"float32": np.float64}))
     setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
 
 
-def install_recording(script, setattr) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A list that fills with all gradients and all parameters after each update."""
+def install_recording(script, setattr) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """A list that fills with all gradients, all parameters and the iteration's random seed after each update."""
 
     def gradient_step(agent, *rest, **minibatch):
         stats = original(agent, *rest, **minibatch)
         params = list(agent.parameters())
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in params]
-        record.append(tuple(torch.cat([x.detach().flatten() for x in part]) for part in (grads, params)))
+        vectors = [torch.cat([x.detach().flatten() for x in part]) for part in (grads, params)]
+        record.append((*vectors, torch.initial_seed()))
         return stats
 
     original, record = script.gradient_step, []
@@ -112,18 +113,33 @@ def install_recording(script, setattr) -> list[tuple[torch.Tensor, torch.Tensor]
     return record
 
 
-def install_kill(script, setattr, target: str, k: int, number: int = signal.SIGKILL) -> None:
-    """Signal this process at the k-th call of a function that the script sees under the name target."""
+def install_step(script, setattr, wrapper) -> None:
+    """Let wrapper(step, actions) step the environments."""
 
-    def counting(*args, **kwargs):
+    def make_envs(*args, original=script.make_envs, **options):
+        envs = original(*args, **options)
+        envs.step = functools.partial(wrapper, envs.step)
+        return envs
+
+    setattr(script, "make_envs", make_envs)
+
+
+def install_kill(script, setattr, target: str, k: int, number: int = signal.SIGKILL) -> None:
+    """Signal this process at the k-th call of a function that the script sees under the name target, or at the k-th
+    step of the environments."""
+
+    def counting(original, *args, **kwargs):
         if next(calls) == k:
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
+    calls = itertools.count(1)
+    if target == "step":
+        return install_step(script, setattr, counting)
     path, _, name = target.rpartition(".")
-    owner, calls = attrgetter(path)(script) if path else script, itertools.count(1)
+    owner = attrgetter(path)(script) if path else script
     original = getattr(owner, name)
-    setattr(owner, name, counting)
+    setattr(owner, name, lambda *args, **kwargs: counting(original, *args, **kwargs))
 
 
 def begin(files: list[Path], environment: dict[str, str], name: str, options: dict, flags: list[str]) -> None:
@@ -133,27 +149,19 @@ def begin(files: list[Path], environment: dict[str, str], name: str, options: di
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     script, record = importlib.import_module(name), None
-    if "WORLD_SIZE" in os.environ:
+    if "RANK" in os.environ:
         importlib.reload(script)  # it has read another environment
     script.ImpalaCNN = SmallCNN
     if "scripted" in options:
         install_scripted(script, setattr)
+    if "lonely" in options:
+        script.average_grads = lambda params: None
     if "record" in options:
         record = install_recording(script, setattr)
-    if "late_network" in options:
-        statistics = script.EpisodeStatistics  # made with the storage
-
-        def make_late(num_envs):
-            torch.save(nn.Linear(3, 3).weight, f"{options['late_network']}{script.RANK}.pt")
-            return statistics(num_envs)
-
-        script.EpisodeStatistics = make_late
     kill = options.get("kill", {"rank": -1})
     if kill.pop("rank", 0) == script.RANK:
         install_kill(script, setattr, **kill)
     sys.argv = [f"{name}.py", *flags]
-    sys.orig_argv = ["python", *sys.argv]  # as if it had been started so
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the scripts do
     try:
         script.main(script.parse_args())
     finally:
