@@ -61,7 +61,7 @@ def load_script(folder: Path, weights: dict):
     if files:
         defined = {x: re.findall(r"^(?:class|def) (\w+)", x.read_text("utf-8", "replace"), re.M) for x in files}
         scripts = [x for x in files if {"Args", "Agent", "make_envs", "evaluate"} <= set(defined[x])]
-        require(len(scripts) == 1, f"one file of {folder} must define Args, Agent, make_envs, evaluate")
+        require(len(scripts) == 1, f"exactly one file of {folder} must define Args, Agent, make_envs, evaluate")
         path = scripts[0]
     spec = importlib.util.spec_from_file_location("evaluated_script", path)
     script = importlib.util.module_from_spec(spec)
