@@ -4,25 +4,24 @@
 
 Each iteration, the policy phase                              in the code
     rollouts of T steps in N environments                     act
-    advantages and value targets                              compute_gae
+    advantages and value targets V_targ                       compute_gae
     E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_loss, value_loss
     add observations and targets to the buffer B
 After N_pi iterations, the auxiliary phase
     pi_old on all of B, E_aux epochs on L_joint + L_value     aux_loss
 
-Sections 2 to 4 are the algorithm. On a first reading, skip section 1, ranks, run and CudaGraphs.
-M: samples, A: actions; a rollout is T steps of one environment. [PPG-k]: what PPO does not do.
-
+Sections 2 to 4 are the algorithm. On a first reading, skip section 1, CudaGraphs, run.keep (what a
+resumed run needs), gather and average_grads (several GPUs). M: samples, A: actions; a rollout is T
+steps of one environment. [PPG-k]: a detail of the authors' code that is easily missed.
 How to change it:
-    a loss           write f(args, out, chunk) as in section 3; name it in epochs or aux_epochs
+    a loss           write f(args, out, chunk) as in section 3, and name it in train
     the network      ImpalaCNN, and its heads in Agent and Outputs
-    what B stores    a name of rollout in the call of make_buffer
-    a coefficient    one that changes: a 0-dim tensor in minibatch, which losses get whole
-    the environment  ProcgenVectorEnv: spaces, reset, step as gymnasium's vector environments
-    records          to log: row["name"] = x; to have it after a resume: x = run.keep("name", x)
-
-Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help). The authors have minibatches of
-whole rollouts in the policy phase too, 256 environments, and hard levels.
+    what B stores    a name of rollout and an example (T, N, ...), in the call of make_buffer
+    a coefficient    one that changes: minibatch["c"] = a 0-dim tensor, which losses get whole
+    the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
+    records          to log: row["name"] = x; kept for a resume: x = run.keep("name", x)
+Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help). The authors have 256
+environments, hard levels, and minibatches of rollouts in the policy phase too.
 """
 
 # /// script
@@ -58,6 +57,13 @@ import tyro
 from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
+
+# torchrun starts several ranks, each with its own environments and GPU
+RANK = int(os.environ.get("RANK", 0))
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
 
 # ---- 1 Arguments ----
 Game = Literal[
@@ -108,8 +114,7 @@ class Args:
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
     num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
-    # speed, memory. aux_dtype is for encoders in the auxiliary phase; bfloat16: RTX 30 and later,
-    # CPUs with AMX or avx512_bf16
+    # of encoders in the auxiliary phase; bfloat16: RTX 30 and later, CPUs with AMX, avx512_bf16
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
@@ -151,7 +156,7 @@ class ResidualBlock(nn.Module):
 
 
 class ImpalaCNN(nn.Module):
-    """uint8 images (M, height, width, channels) to features (M, 256), through three stacks."""
+    """uint8 images (M, height, width, channels) to features (M, 256)."""
 
     num_features = 256
 
@@ -177,6 +182,7 @@ class Outputs(NamedTuple):
     logits: Tensor  # (M, A)
     aux_values: Tensor  # (M,)
     values: Tensor  # (M,)
+    features: Tensor  # (M, 256), of the policy's encoder
 
 
 class Agent(nn.Module):
@@ -189,26 +195,27 @@ class Agent(nn.Module):
         obs_shape = envs.single_observation_space.shape
         num_actions = int(envs.single_action_space.n)
         self.policy_encoder = ImpalaCNN(obs_shape)
-        num_features = self.policy_encoder.num_features
-        self.policy_head = normalized_init(nn.Linear(num_features, num_actions), 0.1)
-        self.aux_value_head = normalized_init(nn.Linear(num_features, 1), 0.1)
+        self.policy_head = normalized_init(nn.Linear(ImpalaCNN.num_features, num_actions), 0.1)
+        self.aux_value_head = normalized_init(nn.Linear(ImpalaCNN.num_features, 1), 0.1)
         if self.arch == "dual":
             self.value_encoder = ImpalaCNN(obs_shape)
-        self.value_head = normalized_init(nn.Linear(num_features, 1), 0.1)
+        self.value_head = normalized_init(nn.Linear(ImpalaCNN.num_features, 1), 0.1)
 
     def forward(self, obs: Tensor, bf16: bool = False) -> Outputs:
-        """obs: (M, height, width, channels). bf16: for the encoders only; it would round a value of
-        20 to 1/8."""
-        # no cache: a CUDA graph would keep its weights
+        """obs: (M, height, width, channels). bf16: for the encoders; heads stay in float32, because
+        bfloat16 has steps of 1/8 near 20."""
+        # no cache: a CUDA graph would keep the cached weights
         with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
             features = self.policy_encoder(obs).float()
-            value_features = self.value_encoder(obs).float() if self.arch == "dual" else features
-        if self.arch == "detach":
-            value_features = features.detach()  # else L_value would train the policy's encoder
+            value_features = features
+            if self.arch == "dual":
+                value_features = self.value_encoder(obs).float()
+            elif self.arch == "detach":  # L_value must not train the encoder
+                value_features = features.detach()
         logits = self.policy_head(features)
         aux_values = self.aux_value_head(features).squeeze(-1)
         values = self.value_head(value_features).squeeze(-1)
-        return Outputs(logits, aux_values, values)
+        return Outputs(logits, aux_values, values, features)
 
 
 class Policy:
@@ -218,7 +225,7 @@ class Policy:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self, generator=None):
-        """Actions (M,), by the Gumbel-max trick: -log(Exp(1)) has Gumbel's distribution."""
+        """Actions (M,), by the Gumbel-max trick: -log(Exp(1)) is Gumbel's."""
         gumbel = -torch.empty_like(self.logprobs).exponential_(generator=generator).log()
         return (self.logprobs + gumbel).argmax(-1)
 
@@ -235,19 +242,19 @@ class Policy:
 # ---- 3 Estimates, losses, gradient step ----
 class RewardNormalizer:
     """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1} in all
-    rollouts so far, and clips them to [-10, 10]."""
+    rollouts so far: sums of past rewards. Clips to [-10, 10]."""
 
     def __init__(self, args: Args):
         self.gamma = args.reward_gamma
-        self.sums = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        # number, sum, sum of squares of all R_t; a weak prior of variance 1
+        self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
+        # number, sum, sum of squares of all R_t; begins as a weak prior of variance 1
         self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
 
     def __call__(self, raw_rewards, firsts):
         """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
-        for reward, first in zip(all_envs(raw_rewards), all_envs(firsts)[:-1], strict=True):
-            self.sums = reward + self.gamma * (1 - first) * self.sums
-            self.moments += torch.stack([self.sums**0, self.sums, self.sums**2]).sum(1)
+        for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
+            self.returns = reward + self.gamma * (1 - first) * self.returns
+            self.moments += torch.stack([self.returns**0, self.returns, self.returns**2]).sum(1)
         number, total, squares = self.moments
         variance = squares / number - (total / number) ** 2
         return (raw_rewards / (variance + 1e-8).sqrt()).clamp(-10, 10)
@@ -266,9 +273,9 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float):
     return advantages
 
 
-# A loss takes a chunk of a minibatch, tensors (M, ...) by name, and the agent's outputs (out). It
-# returns (loss, statistics to log), all means over the chunk, as gradient_step adds chunks up:
-# nothing in a loss may depend on its other samples.
+# A loss takes the agent's outputs, and the chunk of a minibatch that they are for: tensors (M, ...)
+# by name. It returns (loss, statistics to log), which must be means over samples: backward()
+# averages them over chunks. Nothing in it may wait for the GPU (.item()).
 def policy_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip + beta_pi KL - c S[pi]."""
     pi = Policy(out.logits)
@@ -294,14 +301,13 @@ def value_error(values, targets):
 
 
 def value_loss(args: Args, out: Outputs, chunk: dict):
-    """L_value."""
+    """L_value, as vf_coef is 1/2."""
     v_loss = args.vf_coef * value_error(out.values, chunk["targets"])
     return v_loss, {"value_loss": v_loss}
 
 
 def aux_loss(args: Args, out: Outputs, chunk: dict):
-    """L_joint + L_value, L_joint = (V_aux - V_targ)^2 / 2 + beta_clone KL[pi_old, pi]. vf_coef is
-    the policy phase's only."""
+    """L_joint + L_value, L_joint = (V_aux - V_targ)^2 / 2 + beta_clone KL[pi_old, pi]."""
     aux_value_loss = 0.5 * value_error(out.aux_values, chunk["targets"])
     kl_loss = Policy(chunk["old_logits"]).kl_to(Policy(out.logits)).mean()
     joint_loss = aux_value_loss + args.beta_clone * kl_loss
@@ -311,7 +317,7 @@ def aux_loss(args: Args, out: Outputs, chunk: dict):
 
 
 @torch.no_grad()
-def act(agent: Agent, obs: Tensor):
+def act(agent, obs):
     """A step of the policy. The loop stores all that it returns, each (N, ...)."""
     out = agent(obs)
     pi = Policy(out.logits)
@@ -319,29 +325,11 @@ def act(agent: Agent, obs: Tensor):
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
-# A CUDA graph freezes positional arguments: tensors go by name
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
-    """One step on the gradient of the summed losses, averaged over ranks. Returns statistics, means
-    over the minibatch, by name, on the device: it does not wait for the GPU."""
+    """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
+    Returns their statistics, on the device: it does not wait for the GPU."""
     optimizer.zero_grad()  # else gradients of the other phase would be part of this step
-    stats = {}
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.chunk_size):  # in chunks, to save memory
-        part = slice(start, start + args.chunk_size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        share = len(chunk["obs"]) / mb_size
-        out = agent(chunk["obs"], bf16)
-        total = 0.0
-        chunk_stats = {}
-        for loss_fn in losses:
-            loss, loss_stats = loss_fn(args, out, chunk)
-            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
-            total += loss * share
-            chunk_stats |= loss_stats
-        total.backward()
-        del out  # else what no loss has used stays in memory beside the next chunk
-        for name, x in chunk_stats.items():
-            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    stats = backward(agent, args, losses, bf16, minibatch)
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
@@ -349,7 +337,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
     return stats
 
 
-def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
+def make_optimizer(agent: Agent, learning_rate: float):
     """[PPG-2] Adam with epsilon 1e-8. It skips parameters without a gradient."""
     lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
@@ -364,42 +352,33 @@ def train(args: Args, run: "Run"):
     torch.manual_seed(args.seed)  # all ranks make the same networks
     envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
     first_obs = torch.from_numpy(envs.reset()[0])
-    run.keep("envs", envs, own=True)
+    run.keep("envs", envs, per_rank=True)
     agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
-    # [PPG-3] one Adam for each phase, and one for value epochs on their own
+    # [PPG-3] one Adam for each phase; value_optimizer is for E_V != E_pi only
     optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
     value_optimizer = run.keep("value_optimizer", make_optimizer(agent, args.learning_rate))
     aux_optimizer = run.keep("aux_optimizer", make_optimizer(agent, args.aux_learning_rate))
-    # Epochs: an optimizer, and losses that share a forward pass
-    epochs = [(optimizer, (policy_loss, value_loss))] * args.e_policy
-    if args.e_policy != args.e_value:  # the authors' code has the value epochs first
-        epochs = [(value_optimizer, (value_loss,))] * args.e_value
-        epochs += [(optimizer, (policy_loss,))] * args.e_policy
-    aux_epochs = [(aux_optimizer, (aux_loss,))] * args.e_auxiliary
     bf16 = args.aux_dtype == "bfloat16"
     if args.compile:
         compile_encoders(agent)
-    act_step = CudaGraphs(act) if args.cuda_graphs else act
+    act_step = CudaGraphs(act) if args.cuda_graphs else act  # the same, only faster
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. Row T of obs and firsts is row 0 of the next
+    # A rollout, time first. Row T of obs and firsts is row 0 of the next, so it is kept
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
-    run.keep("next_obs", obs[T], own=True)
-    firsts = run.keep("firsts", torch.ones((T + 1, N)), own=True)  # 1: o_t begins an episode
+    run.keep("next_obs", obs[T], per_rank=True)
+    firsts = run.keep("firsts", torch.ones((T + 1, N)), per_rank=True)  # 1: o_t begins an episode
     raw_rewards = torch.empty((T, N))
     episodes = run.keep("episodes", EpisodeStatistics(args))
     reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
-    # The paper's buffer B, (T, N_pi * N, ...): what it takes of rollout, and an example
-    buffer = make_buffer(args, obs=obs[:T], targets=raw_rewards)
+    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # the paper's B
 
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # the same in a resumed run
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # fixed: for resumes
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
-        for opt in (optimizer, value_optimizer, aux_optimizer):
-            for group in opt.param_groups:
-                group["lr"].fill_(lr_fraction * group.setdefault("initial_lr", group["lr"].item()))
+        set_learning_rates([optimizer, value_optimizer, aux_optimizer], lr_fraction)
         row["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
 
         # ==== Policy phase: rollouts under pi ====
@@ -420,19 +399,24 @@ def train(args: Args, run: "Run"):
         # ==== Policy phase: value targets V_targ ====
         with torch.no_grad():
             last_values = agent(obs[T]).values
-        # on the CPU: T small steps
         values = torch.cat([rollout["values"], last_values.unsqueeze(0)]).cpu()  # (T + 1, N)
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        std, mean = torch.std_mean(all_envs(advantages), correction=0)
-        row["losses/explained_variance"] = 1 - (std / all_envs(targets).std(correction=0)) ** 2
+        std, mean = torch.std_mean(gather(advantages), correction=0)
+        row["losses/explained_variance"] = 1 - (std / gather(targets).std(correction=0)) ** 2
         # [PPG-4] advantages are normalized over the whole batch, not in each minibatch
         rollout["advantages"] = ((advantages - mean) / (std + 1e-8)).to(device)
         rollout["targets"] = targets.to(device)
 
         # ==== Policy phase: E_pi epochs on L_clip + c S[pi], E_V epochs on L_value ====
-        batch = {name: x.flatten(0, 1) for name, x in rollout.items()}  # (T * N, ...)
+        # (T * N, ...): obs, actions, logprobs, values, advantages, targets
+        batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
+        if args.e_policy == args.e_value:  # both losses share a forward pass and an optimizer
+            epochs = [(optimizer, (policy_loss, value_loss))] * args.e_policy
+        else:  # value epochs first, as in the authors' code
+            epochs = [(value_optimizer, (value_loss,))] * args.e_value
+            epochs += [(optimizer, (policy_loss,))] * args.e_policy
         stats = []
         for opt, losses in epochs:
             sample_inds = torch.randperm(T * N, device=device)
@@ -442,41 +426,38 @@ def train(args: Args, run: "Run"):
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Policy phase: add all (s_t, V_targ) to B ====
-        start = (iteration - 1) % args.n_iteration * N
+        start = ((iteration - 1) % args.n_iteration) * N
         for name, x in buffer.items():
+            assert x.dtype == rollout[name].dtype, f"B has {name} as {x.dtype}"
             x[:, start : start + N] = rollout[name]
 
         # ==== Auxiliary phase [PPG-5], after every N_pi iterations ====
-        if buffer and iteration % args.n_iteration == 0:
-            # The current policy pi_old for all states in B: not the one that acted
-            parts = buffer["obs"].flatten(0, 1).split(args.chunk_size)
+        if args.num_phases > 0 and iteration % args.n_iteration == 0:
+            # pi_old on all states in B: the policy as it is now, not the one that acted
             with torch.no_grad():
-                logits = [agent(x.to(device), bf16).logits for x in parts]
-            old_logits = torch.cat(logits).to(parts[0].device).view(T, args.n_iteration * N, -1)
+                parts = buffer["obs"].flatten(0, 1).split(args.chunk_size)
+                logits = torch.cat([agent(x.to(device), bf16).logits for x in parts])
+            old_logits = logits.view(T, args.n_iteration * N, -1).to(buffer["obs"].device)
             aux_batch = buffer | {"old_logits": old_logits}  # (T, N_pi * N, ...)
 
-            # E_aux epochs on L_joint and L_value
+            # E_aux epochs on L_joint + L_value
+            losses = (aux_loss,)
             stats = []
-            for epoch, (opt, losses) in enumerate(aux_epochs, start=1):
-                print(f"auxiliary epoch {epoch} of {args.e_auxiliary}", flush=True)
-                # [PPG-6] minibatches of full rollouts, drawn on the CPU wherever B is
+            for epoch in range(args.e_auxiliary):
+                print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
+                # [PPG-6] full rollouts, drawn on the CPU: the same wherever B is
                 rollout_inds = torch.randperm(args.n_iteration * N).to(old_logits.device)
-                for mb_inds in rollout_inds.view(-1, args.num_aux_rollouts):
-                    rollouts = {name: x[:, mb_inds] for name, x in aux_batch.items()}
-                    minibatch = {name: x.flatten(0, 1).to(device) for name, x in rollouts.items()}
-                    stats.append(take_gradient_step(agent, args, opt, losses, bf16, **minibatch))
+                for inds in rollout_inds.view(-1, args.num_aux_rollouts):
+                    mb = {k: x[:, inds].flatten(0, 1).to(device) for k, x in aux_batch.items()}
+                    stats.append(take_gradient_step(agent, args, aux_optimizer, losses, bf16, **mb))
             row.update(mean_stats(stats, "losses/aux/"))
 
         # ==== Evaluate, log, save ====
         is_last = iteration == args.num_iterations
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
-            unseen = args.start_level + args.num_levels  # the first level that is not in training
-            eval_envs = make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
-            row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
+            row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
-            sys.exit("a gradient is not finite: the run ends")
-        if is_last or iteration % args.n_iteration == 0:  # B is not saved: only where it is empty
+        if is_last or iteration % args.n_iteration == 0:  # B is empty: it is not saved
             run.save(iteration)
 
 
@@ -497,11 +478,9 @@ class ProcgenVectorEnv:
         self.load_state_dict = self.games.set_state
 
     def reset(self):
-        """The present observations, uint8 (N, 64, 64, 3)."""
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions):
-        """Take actions (N,). Returns gymnasium's five values; raw rewards, float32 (N,)."""
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
@@ -532,10 +511,9 @@ class EpisodeStatistics:
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
     def update(self, raw_rewards, firsts):
-        """Means over the episodes that end in these T steps, and over the last 100, or nan."""
-        firsts = all_envs(firsts)
+        firsts = gather(firsts)
         finished = []
-        for t, rewards in enumerate(all_envs(raw_rewards)):
+        for t, rewards in enumerate(gather(raw_rewards)):
             self.totals *= 1 - firsts[t]
             self.totals += torch.stack([rewards, torch.ones_like(rewards)])
             finished.append(self.totals[:, firsts[t + 1] > 0])
@@ -545,9 +523,14 @@ class EpisodeStatistics:
         return row | {"charts/mean_return_100": self.last_returns.nanmean()}
 
 
+def make_eval_envs(args: Args):
+    unseen = args.start_level + args.num_levels  # the first level that is not in training
+    return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
+
+
 @torch.no_grad()
-def evaluate(agent: Agent, envs, seed: int):
-    """Raw returns (num_envs,), one episode in each environment."""
+def evaluate(agent, envs, seed: int):
+    """Raw returns (num_envs,) of one episode each."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     returns = np.zeros(envs.num_envs)
@@ -570,13 +553,13 @@ def set_up_device(args: Args):
         torch.backends.cudnn.benchmark = True
         if args.cuda_graphs:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-    elif sys.platform == "linux":  # keep freed memory: mapping it again costs up to 40 %
+    elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def compile_encoders(agent: Agent):
+def compile_encoders(agent):
     print("compiling: a minute or two, here and in the first auxiliary phase", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
@@ -602,11 +585,10 @@ class CudaGraphs:
         if self.num_calls[key] == 4:
             graph = torch.cuda.CUDAGraph()
             stored = {name: x.clone() for name, x in inputs.items()}
-            gc.collect()  # within a capture, it could unload a CUDA module, an error
+            gc.collect()  # not within the capture, where it may fail
             print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
             # thread_local: NCCL's watchdog may make CUDA calls meanwhile
-            mode = {"stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(graph, **mode):
+            with torch.cuda.graph(graph, None, torch.cuda.current_stream(), "thread_local"):
                 outputs = self.function(*fixed, **stored)
             self.graphs[key] = graph, stored, outputs
         graph, stored, outputs = self.graphs[key]
@@ -614,6 +596,29 @@ class CudaGraphs:
             stored[name].copy_(x)
         graph.replay()
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
+
+
+def backward(agent, args, losses, bf16, minibatch):
+    """The gradient of the summed losses, in chunks of the minibatch to save memory."""
+    stats = {}
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, args.chunk_size):
+        part = slice(start, start + args.chunk_size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        share = len(chunk["obs"]) / mb_size
+        out = agent(chunk["obs"], bf16)
+        chunk_loss = 0.0
+        chunk_stats = {}
+        for loss_fn in losses:
+            loss, loss_stats = loss_fn(args, out, chunk)
+            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
+            chunk_loss += loss * share
+            chunk_stats |= loss_stats
+        chunk_loss.backward()
+        del out  # else what no loss has used stays in memory
+        for name, x in chunk_stats.items():
+            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    return stats
 
 
 def make_buffer(args: Args, **examples: Tensor):
@@ -631,37 +636,34 @@ def make_buffer(args: Args, **examples: Tensor):
     return buffer
 
 
-# torchrun starts several ranks, each with its own environments and GPU
-RANK = int(os.environ.get("RANK", 0))
-NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+def set_learning_rates(optimizers, fraction: float):
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"].item())
+            group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
 
 
 def all_ranks(x):
-    """Every rank's x."""
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
         dist.all_gather_object(everyone, x)
     return everyone
 
 
-def all_envs(x):
-    return torch.cat(all_ranks(x), 1)  # (T, N) of every rank, side by side
+def gather(x):
+    return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
 
 
 def average_grads(params):
     if NUM_RANKS > 1:
         mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
-        mean /= NUM_RANKS
         for x, part in zip(params, mean.split([x.numel() for x in params]), strict=True):
-            x.grad.copy_(part.view_as(x))
+            x.grad.copy_(part.view_as(x) / NUM_RANKS)
 
 
-def mean_stats(updates: list[dict], prefix: str):
-    """Means over updates and ranks. first_: a KL before any step: 0 up to rounding, or what learns
-    is not the policy that acted, or not pi_old."""
+def mean_stats(updates, prefix: str):
+    """Means over updates and ranks. first_: a KL before any step; it must be 0 up to rounding."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
         values = torch.stack([x[name] for x in updates if name in x]).cpu()  # waits for the GPU
@@ -673,17 +675,14 @@ def mean_stats(updates: list[dict], prefix: str):
 
 # ---- 7 Run folder, command line ----
 class Run:
-    """A run folder: metrics, and checkpoints of what is kept."""
-
     def __init__(self, args: Args):
         self.args = args
         self.folder = Path(args.run_dir)
         self.shared = {}
         self.own = {}
         self.saved = {"iteration": 0}
-        checkpoint = self.folder / "checkpoint.pt"
-        if checkpoint.exists():
-            self.saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        if (self.folder / "checkpoint.pt").exists():
+            self.saved = torch.load(self.folder / "checkpoint.pt", "cpu", weights_only=True)
         self.iteration = self.saved["iteration"]
         self.metrics = self.folder / "metrics.csv"
         rows = list(csv.DictReader(self.metrics.open())) if self.metrics.exists() else []
@@ -701,24 +700,27 @@ class Run:
             step = int(self.rows[-1]["global_step"]) if self.rows else 0
             self.tensorboard = SummaryWriter(args.run_dir, purge_step=step + 1)
 
-    def keep(self, name: str, x, own=False):
+    def keep(self, name: str, x, per_rank=False):
         """Save x in checkpoints; restore it in a resumed run. x: a tensor, an object that has a
-        state_dict, or one whose attributes are its state. own: it differs by rank."""
-        kept = self.own if own else self.shared
+        state_dict, or one whose attributes are its state. per_rank: each has its own."""
+        kept = self.own if per_rank else self.shared
         assert name not in kept, f"{name} is kept already"
         kept[name] = x
         if self.iteration > 0:
-            saved = self.saved["ranks"][RANK] if own else self.saved["shared"]
+            saved = self.saved["ranks"][RANK] if per_rank else self.saved["shared"]
             set_state(x, saved.pop(name))
         return x
 
     def log(self, row: dict):
-        """row: numbers by name."""
+        """row: numbers by name. A gradient that is not finite ends the run."""
         row["wall_time"] = time.monotonic() - self.start
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
-        if RANK > 0:
-            return
-        row = {name: x if isinstance(x, int) else float(x) for name, x in row.items()}
+        if RANK == 0:
+            self.write({name: x if isinstance(x, int) else float(x) for name, x in row.items()})
+        if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
+            sys.exit("a gradient is not finite: the run ends")
+
+    def write(self, row: dict):
         self.rows.append(row)
         is_new = not row.keys() <= set(self.columns)  # a column: write the table anew
         self.columns = list(dict.fromkeys(name for x in self.rows for name in x))
@@ -781,11 +783,11 @@ def check(args: Args):
     counts = ["num_envs", "num_steps", "num_minibatches", "e_policy", "n_iteration", "chunk_size"]
     for name in [*counts, "num_aux_rollouts"]:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
-    end = NUM_LEVELS // NUM_RANKS
-    require(0 <= args.seed < end, f"seed must be from 0 to {end - 1}")
+    last = NUM_LEVELS // NUM_RANKS - 1
+    require(0 <= args.seed <= last, f"seed must be from 0 to {last}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
-    last_level = args.start_level + args.num_levels
-    require(0 <= args.start_level <= last_level < NUM_LEVELS, f"levels end before {NUM_LEVELS}")
+    end = args.start_level + args.num_levels
+    require(0 <= args.start_level <= end < NUM_LEVELS, f"levels end before {NUM_LEVELS}")
     samples = args.num_envs * args.num_steps
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
@@ -793,9 +795,8 @@ def check(args: Args):
     require(rollouts % args.num_aux_rollouts == 0, f"num_aux_rollouts must divide {rollouts}")
     on_gpu = args.device != "cpu"
     require(on_gpu or not (args.compile or args.cuda_graphs), "--compile, --cuda-graphs: no GPU")
-    if on_gpu and args.aux_dtype == "bfloat16":
-        capability = torch.cuda.get_device_capability(args.device)
-        require(capability >= (8, 0), "this GPU has no bfloat16")
+    is_old = on_gpu and torch.cuda.get_device_capability(args.device) < (8, 0)
+    require(not is_old or args.aux_dtype == "float32", "this GPU has no bfloat16")
 
 
 MAY_CHANGE = {  # what --resume may change
@@ -817,9 +818,9 @@ def parse_args() -> Args:
     saved = json.loads(record.read_text())
     require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
     default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
-    if default.device == "cpu":  # the run began on a GPU, perhaps
-        default = replace(default, compile=False, cuda_graphs=False)
     args = tyro.cli(Args, default=default)
+    if args.device == "cpu":  # the run began on a GPU, perhaps
+        args = replace(args, compile=False, cuda_graphs=False)
     changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - MAY_CHANGE
     require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
     return args
@@ -827,16 +828,16 @@ def parse_args() -> Args:
 
 def main(args: Args):
     check(args)
-    if NUM_RANKS == 1 and {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
-        print("each process is a run of its own; for one run of several ranks: torchrun")
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if size != "1" and NUM_RANKS == 1:
+        print("mpirun and srun start separate runs: use torchrun")
     if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
         print("torch finds no GPU: driver too old for this torch? See README")
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock", timeout=0)  # fails if a process has it
-    with lock if RANK == 0 else contextlib.nullcontext():
+    lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
+    with lock:  # fails if another process has it
         if RANK == 0 and args.resume is None:
             require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}

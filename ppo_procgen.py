@@ -41,6 +41,13 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
+# torchrun starts several ranks, each with its own environments and GPU
+RANK = int(os.environ.get("RANK", 0))
+NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
+
 # ---- 1 Arguments ----
 Game = Literal[
     "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
@@ -108,7 +115,7 @@ class ResidualBlock(nn.Module):
 
 
 class ImpalaCNN(nn.Module):
-    """uint8 images (M, height, width, channels) to features (M, 256), through three stacks."""
+    """uint8 images (M, height, width, channels) to features (M, 256)."""
 
     num_features = 256
 
@@ -133,6 +140,7 @@ class ImpalaCNN(nn.Module):
 class Outputs(NamedTuple):
     logits: Tensor  # (M, A)
     values: Tensor  # (M,)
+    features: Tensor  # (M, 256)
 
 
 class Agent(nn.Module):
@@ -154,7 +162,8 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor) -> Outputs:
         """obs: (M, height, width, channels)."""
         features = self.encoder(obs)
-        return Outputs(self.policy_head(features), self.value_head(features).squeeze(-1))
+        values = self.value_head(features).squeeze(-1)
+        return Outputs(self.policy_head(features), values, features)
 
 
 class Policy:
@@ -164,7 +173,7 @@ class Policy:
         self.logprobs = logits.log_softmax(-1)
 
     def sample(self, generator=None):
-        """Actions (M,), by the Gumbel-max trick: -log(Exp(1)) has Gumbel's distribution."""
+        """Actions (M,), by the Gumbel-max trick: -log(Exp(1)) is Gumbel's."""
         gumbel = -torch.empty_like(self.logprobs).exponential_(generator=generator).log()
         return (self.logprobs + gumbel).argmax(-1)
 
@@ -182,16 +191,16 @@ class RewardNormalizer:
 
     def __init__(self, args: Args):
         self.gamma = args.reward_gamma
-        self.sums = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        # number, sum, sum of squares of all R_t; a weak prior of variance 1
+        self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
+        # number, sum, sum of squares of all R_t; begins as a weak prior of variance 1
         self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
 
     def __call__(self, raw_rewards, firsts):
         """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
         deviations = []
-        for reward, first in zip(all_envs(raw_rewards), all_envs(firsts)[:-1], strict=True):
-            self.sums = reward + self.gamma * (1 - first) * self.sums
-            self.moments += torch.stack([self.sums**0, self.sums, self.sums**2]).sum(1)
+        for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
+            self.returns = reward + self.gamma * (1 - first) * self.returns
+            self.moments += torch.stack([self.returns**0, self.returns, self.returns**2]).sum(1)
             number, total, squares = self.moments
             variance = squares / number - (total / number) ** 2
             deviations.append((variance + 1e-8).sqrt())
@@ -212,9 +221,9 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float):
     return advantages
 
 
-# A loss takes a chunk of a minibatch, tensors (M, ...) by name, and the agent's outputs (out). It
-# returns (loss, statistics to log), all means over the chunk, as gradient_step adds chunks up:
-# nothing in a loss may depend on its other samples.
+# A loss takes the agent's outputs, and the chunk of a minibatch that they are for: tensors (M, ...)
+# by name. It returns (loss, statistics to log), which must be means over samples: backward()
+# averages them over chunks. Nothing in it may wait for the GPU (.item()).
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss."""
     pi = Policy(out.logits)
@@ -241,7 +250,7 @@ def ppo_loss(args: Args, out: Outputs, chunk: dict):
 
 
 @torch.no_grad()
-def act(agent: Agent, obs: Tensor):
+def act(agent, obs):
     """A step of the policy. The loop stores all that it returns, each (N, ...)."""
     out = agent(obs)
     pi = Policy(out.logits)
@@ -249,29 +258,11 @@ def act(agent: Agent, obs: Tensor):
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
-# A CUDA graph freezes positional arguments: tensors go by name
 def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
-    """One step on the gradient of the summed losses, averaged over ranks. Returns statistics, means
-    over the minibatch, by name, on the device: it does not wait for the GPU."""
+    """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
+    Returns their statistics, on the device: it does not wait for the GPU."""
     optimizer.zero_grad()
-    stats = {}
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.chunk_size):  # in chunks, to save memory
-        part = slice(start, start + args.chunk_size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        share = len(chunk["obs"]) / mb_size
-        out = agent(chunk["obs"])
-        total = 0.0
-        chunk_stats = {}
-        for loss_fn in losses:
-            loss, loss_stats = loss_fn(args, out, chunk)
-            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
-            total += loss * share
-            chunk_stats |= loss_stats
-        total.backward()
-        del out  # else what no loss has used stays in memory beside the next chunk
-        for name, x in chunk_stats.items():
-            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    stats = backward(agent, args, losses, minibatch)
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
@@ -279,7 +270,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     return stats
 
 
-def make_optimizer(agent: Agent, learning_rate: float) -> torch.optim.Adam:
+def make_optimizer(agent: Agent, learning_rate: float):
     lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 
@@ -293,29 +284,28 @@ def train(args: Args, run: "Run"):
     torch.manual_seed(args.seed)  # all ranks make the same networks
     envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
     first_obs = torch.from_numpy(envs.reset()[0])
-    run.keep("envs", envs, own=True)
+    run.keep("envs", envs, per_rank=True)
     agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
     optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
     if args.compile:
         compile_encoders(agent)
-    act_step = CudaGraphs(act) if args.cuda_graphs else act
+    act_step = CudaGraphs(act) if args.cuda_graphs else act  # the same, only faster
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. Row T of obs and firsts is row 0 of the next
+    # A rollout, time first. Row T of obs and firsts is row 0 of the next, so it is kept
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
-    run.keep("next_obs", obs[T], own=True)
-    firsts = run.keep("firsts", torch.ones((T + 1, N)), own=True)  # 1: o_t begins an episode
+    run.keep("next_obs", obs[T], per_rank=True)
+    firsts = run.keep("firsts", torch.ones((T + 1, N)), per_rank=True)  # 1: o_t begins an episode
     raw_rewards = torch.empty((T, N))
     episodes = run.keep("episodes", EpisodeStatistics(args))
     reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
 
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # the same in a resumed run
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # fixed: for resumes
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
-        for group in optimizer.param_groups:
-            group["lr"].fill_(lr_fraction * group.setdefault("initial_lr", group["lr"].item()))
+        set_learning_rates([optimizer], lr_fraction)
         row["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
 
         # ==== Rollouts under pi ====
@@ -336,18 +326,17 @@ def train(args: Args, run: "Run"):
         # ==== Value targets V_targ ====
         with torch.no_grad():
             last_values = agent(obs[T]).values
-        # on the CPU: T small steps
         values = torch.cat([rollout["values"], last_values.unsqueeze(0)]).cpu()  # (T + 1, N)
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        std = all_envs(advantages).std()
-        row["losses/explained_variance"] = 1 - (std / all_envs(targets).std()) ** 2
+        row["losses/explained_variance"] = 1 - gather(advantages).var() / gather(targets).var()
         rollout["advantages"] = advantages.to(device)
         rollout["targets"] = targets.to(device)
 
         # ==== Epochs on L_clip + c S[pi] and the value loss ====
-        batch = {name: x.flatten(0, 1) for name, x in rollout.items()}  # (T * N, ...)
+        # (T * N, ...): obs, actions, logprobs, values, advantages, targets
+        batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
         stats = []
         for _ in range(args.update_epochs):
             sample_inds = torch.randperm(T * N, device=device)
@@ -362,12 +351,8 @@ def train(args: Args, run: "Run"):
         # ==== Evaluate, log, save ====
         is_last = iteration == args.num_iterations
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
-            unseen = args.start_level + args.num_levels  # the first level that is not in training
-            eval_envs = make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
-            row["eval/test_return"] = evaluate(agent, eval_envs, args.seed).mean()
+            row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
-            sys.exit("a gradient is not finite: the run ends")
         if is_last or iteration % args.checkpoint_interval == 0:
             run.save(iteration)
 
@@ -389,11 +374,9 @@ class ProcgenVectorEnv:
         self.load_state_dict = self.games.set_state
 
     def reset(self):
-        """The present observations, uint8 (N, 64, 64, 3)."""
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions):
-        """Take actions (N,). Returns gymnasium's five values; raw rewards, float32 (N,)."""
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
@@ -424,10 +407,9 @@ class EpisodeStatistics:
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
     def update(self, raw_rewards, firsts):
-        """Means over the episodes that end in these T steps, and over the last 100, or nan."""
-        firsts = all_envs(firsts)
+        firsts = gather(firsts)
         finished = []
-        for t, rewards in enumerate(all_envs(raw_rewards)):
+        for t, rewards in enumerate(gather(raw_rewards)):
             self.totals *= 1 - firsts[t]
             self.totals += torch.stack([rewards, torch.ones_like(rewards)])
             finished.append(self.totals[:, firsts[t + 1] > 0])
@@ -437,9 +419,14 @@ class EpisodeStatistics:
         return row | {"charts/mean_return_100": self.last_returns.nanmean()}
 
 
+def make_eval_envs(args: Args):
+    unseen = args.start_level + args.num_levels  # the first level that is not in training
+    return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
+
+
 @torch.no_grad()
-def evaluate(agent: Agent, envs, seed: int):
-    """Raw returns (num_envs,), one episode in each environment."""
+def evaluate(agent, envs, seed: int):
+    """Raw returns (num_envs,) of one episode each."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     returns = np.zeros(envs.num_envs)
@@ -462,13 +449,13 @@ def set_up_device(args: Args):
         torch.backends.cudnn.benchmark = True
         if args.cuda_graphs:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-    elif sys.platform == "linux":  # keep freed memory: mapping it again costs up to 40 %
+    elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
-def compile_encoders(agent: Agent):
+def compile_encoders(agent):
     print("compiling: a minute or two", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
@@ -494,11 +481,10 @@ class CudaGraphs:
         if self.num_calls[key] == 4:
             graph = torch.cuda.CUDAGraph()
             stored = {name: x.clone() for name, x in inputs.items()}
-            gc.collect()  # within a capture, it could unload a CUDA module, an error
+            gc.collect()  # not within the capture, where it may fail
             print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
             # thread_local: NCCL's watchdog may make CUDA calls meanwhile
-            mode = {"stream": torch.cuda.current_stream(), "capture_error_mode": "thread_local"}
-            with torch.cuda.graph(graph, **mode):
+            with torch.cuda.graph(graph, None, torch.cuda.current_stream(), "thread_local"):
                 outputs = self.function(*fixed, **stored)
             self.graphs[key] = graph, stored, outputs
         graph, stored, outputs = self.graphs[key]
@@ -508,37 +494,57 @@ class CudaGraphs:
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
 
 
-# torchrun starts several ranks, each with its own environments and GPU
-RANK = int(os.environ.get("RANK", 0))
-NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+def backward(agent, args, losses, minibatch):
+    """The gradient of the summed losses, in chunks of the minibatch to save memory."""
+    stats = {}
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, args.chunk_size):
+        part = slice(start, start + args.chunk_size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        share = len(chunk["obs"]) / mb_size
+        out = agent(chunk["obs"])
+        chunk_loss = 0.0
+        chunk_stats = {}
+        for loss_fn in losses:
+            loss, loss_stats = loss_fn(args, out, chunk)
+            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
+            chunk_loss += loss * share
+            chunk_stats |= loss_stats
+        chunk_loss.backward()
+        del out  # else what no loss has used stays in memory
+        for name, x in chunk_stats.items():
+            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    return stats
+
+
+def set_learning_rates(optimizers, fraction: float):
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"].item())
+            group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
 
 
 def all_ranks(x):
-    """Every rank's x."""
     everyone = [x] * NUM_RANKS
     if NUM_RANKS > 1:
         dist.all_gather_object(everyone, x)
     return everyone
 
 
-def all_envs(x):
-    return torch.cat(all_ranks(x), 1)  # (T, N) of every rank, side by side
+def gather(x):
+    return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
 
 
 def average_grads(params):
     if NUM_RANKS > 1:
         mean = torch.cat([x.grad.flatten() for x in params])
         dist.all_reduce(mean)
-        mean /= NUM_RANKS
         for x, part in zip(params, mean.split([x.numel() for x in params]), strict=True):
-            x.grad.copy_(part.view_as(x))
+            x.grad.copy_(part.view_as(x) / NUM_RANKS)
 
 
-def mean_stats(updates: list[dict], prefix: str):
-    """Means over updates and ranks. first_: a KL before any step: 0 up to rounding, or what learns
-    is not the policy that acted."""
+def mean_stats(updates, prefix: str):
+    """Means over updates and ranks. first_: a KL before any step; it must be 0 up to rounding."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
         values = torch.stack([x[name] for x in updates if name in x]).cpu()  # waits for the GPU
@@ -550,17 +556,14 @@ def mean_stats(updates: list[dict], prefix: str):
 
 # ---- 7 Run folder, command line ----
 class Run:
-    """A run folder: metrics, and checkpoints of what is kept."""
-
     def __init__(self, args: Args):
         self.args = args
         self.folder = Path(args.run_dir)
         self.shared = {}
         self.own = {}
         self.saved = {"iteration": 0}
-        checkpoint = self.folder / "checkpoint.pt"
-        if checkpoint.exists():
-            self.saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        if (self.folder / "checkpoint.pt").exists():
+            self.saved = torch.load(self.folder / "checkpoint.pt", "cpu", weights_only=True)
         self.iteration = self.saved["iteration"]
         self.metrics = self.folder / "metrics.csv"
         rows = list(csv.DictReader(self.metrics.open())) if self.metrics.exists() else []
@@ -578,24 +581,27 @@ class Run:
             step = int(self.rows[-1]["global_step"]) if self.rows else 0
             self.tensorboard = SummaryWriter(args.run_dir, purge_step=step + 1)
 
-    def keep(self, name: str, x, own=False):
+    def keep(self, name: str, x, per_rank=False):
         """Save x in checkpoints; restore it in a resumed run. x: a tensor, an object that has a
-        state_dict, or one whose attributes are its state. own: it differs by rank."""
-        kept = self.own if own else self.shared
+        state_dict, or one whose attributes are its state. per_rank: each has its own."""
+        kept = self.own if per_rank else self.shared
         assert name not in kept, f"{name} is kept already"
         kept[name] = x
         if self.iteration > 0:
-            saved = self.saved["ranks"][RANK] if own else self.saved["shared"]
+            saved = self.saved["ranks"][RANK] if per_rank else self.saved["shared"]
             set_state(x, saved.pop(name))
         return x
 
     def log(self, row: dict):
-        """row: numbers by name."""
+        """row: numbers by name. A gradient that is not finite ends the run."""
         row["wall_time"] = time.monotonic() - self.start
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
-        if RANK > 0:
-            return
-        row = {name: x if isinstance(x, int) else float(x) for name, x in row.items()}
+        if RANK == 0:
+            self.write({name: x if isinstance(x, int) else float(x) for name, x in row.items()})
+        if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
+            sys.exit("a gradient is not finite: the run ends")
+
+    def write(self, row: dict):
         self.rows.append(row)
         is_new = not row.keys() <= set(self.columns)  # a column: write the table anew
         self.columns = list(dict.fromkeys(name for x in self.rows for name in x))
@@ -658,11 +664,11 @@ def check(args: Args):
     counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "chunk_size"]
     for name in [*counts, "checkpoint_interval"]:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
-    end = NUM_LEVELS // NUM_RANKS
-    require(0 <= args.seed < end, f"seed must be from 0 to {end - 1}")
+    last = NUM_LEVELS // NUM_RANKS - 1
+    require(0 <= args.seed <= last, f"seed must be from 0 to {last}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
-    last_level = args.start_level + args.num_levels
-    require(0 <= args.start_level <= last_level < NUM_LEVELS, f"levels end before {NUM_LEVELS}")
+    end = args.start_level + args.num_levels
+    require(0 <= args.start_level <= end < NUM_LEVELS, f"levels end before {NUM_LEVELS}")
     samples = args.num_envs * args.num_steps
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
@@ -689,9 +695,9 @@ def parse_args() -> Args:
     saved = json.loads(record.read_text())
     require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
     default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
-    if default.device == "cpu":  # the run began on a GPU, perhaps
-        default = replace(default, compile=False, cuda_graphs=False)
     args = tyro.cli(Args, default=default)
+    if args.device == "cpu":  # the run began on a GPU, perhaps
+        args = replace(args, compile=False, cuda_graphs=False)
     changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - MAY_CHANGE
     require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
     return args
@@ -699,16 +705,16 @@ def parse_args() -> Args:
 
 def main(args: Args):
     check(args)
-    if NUM_RANKS == 1 and {"OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS"} & os.environ.keys():
-        print("each process is a run of its own; for one run of several ranks: torchrun")
+    size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if size != "1" and NUM_RANKS == 1:
+        print("mpirun and srun start separate runs: use torchrun")
     if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
         print("torch finds no GPU: driver too old for this torch? See README")
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock", timeout=0)  # fails if a process has it
-    with lock if RANK == 0 else contextlib.nullcontext():
+    lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
+    with lock:  # fails if another process has it
         if RANK == 0 and args.resume is None:
             require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}

@@ -156,7 +156,7 @@ def test_a_rank_without_its_world_is_refused(start, script, environment):
 def test_a_launcher_that_starts_equal_runs_is_named(start, tmp_path):
     flags = TINY | {"run_dir": tmp_path / "run", "total_timesteps": 64}
     result = start(ppo_procgen, {}, *as_flags(flags), OMPI_COMM_WORLD_SIZE="3").end()
-    assert result.returncode == 0 and result.stdout.startswith("each process is a run of its own")
+    assert result.returncode == 0 and result.stdout.startswith("mpirun and srun start separate runs")
 
 
 def test_another_number_of_ranks_is_refused_in_one_line(ranks, trained):
