@@ -43,7 +43,7 @@ class SimpleAgent(torch.nn.Linear):  # evaluate() asks for the device of its par
 
     def forward(self, obs):
         best = obs.flatten(1).long().sum(1) % 15
-        return ppg_procgen.Outputs(100.0 * torch.nn.functional.one_hot(best, 15), None, None)
+        return SimpleNamespace(logits=100.0 * torch.nn.functional.one_hot(best, 15))
 
 
 def test_short_episodes_count_no_more_than_long_ones(script):
