@@ -41,11 +41,9 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-# torchrun starts several ranks, each with its own environments and GPU
-RANK = int(os.environ.get("RANK", 0))
+RANK = int(os.environ.get("RANK", 0))  # torchrun starts several, each with its environments and GPU
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
 
 
 # ---- 1 Arguments ----
@@ -258,6 +256,29 @@ def act(agent, obs):
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
+def backward(agent, args, losses, minibatch):
+    """Compute the gradient of the losses' sum, in chunks of the minibatch to save memory."""
+    stats = {}
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, args.chunk_size):
+        part = slice(start, start + args.chunk_size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        share = len(chunk["obs"]) / mb_size
+        out = agent(chunk["obs"])
+        chunk_loss = 0.0
+        chunk_stats = {}
+        for loss_fn in losses:
+            loss, loss_stats = loss_fn(args, out, chunk)
+            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
+            chunk_loss += loss * share
+            chunk_stats |= loss_stats
+        chunk_loss.backward()
+        del out  # else what no loss has used stays in memory
+        for name, x in chunk_stats.items():
+            stats[name] = stats.get(name, 0.0) + x.detach() * share
+    return stats
+
+
 def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
     Returns their statistics, on the device: it does not wait for the GPU."""
@@ -341,11 +362,11 @@ def train(args: Args, run: "Run"):
         for _ in range(args.update_epochs):
             sample_inds = torch.randperm(T * N, device=device)
             for mb_inds in sample_inds.view(args.num_minibatches, -1):
-                minibatch = {name: x[mb_inds] for name, x in batch.items()}
-                std, mean = torch.std_mean(minibatch["advantages"], correction=0)
-                minibatch["advantages"] = (minibatch["advantages"] - mean) / (std + 1e-8)
-                mb_stats = take_gradient_step(agent, args, optimizer, (ppo_loss,), **minibatch)
-                stats.append(mb_stats)
+                mb = {name: x[mb_inds] for name, x in batch.items()}
+                std, mean = torch.std_mean(mb["advantages"], correction=0)
+                mb["advantages"] = (mb["advantages"] - mean) / (std + 1e-8)
+                losses = (ppo_loss,)
+                stats.append(take_gradient_step(agent, args, optimizer, losses, **mb))
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Evaluate, log, save ====
@@ -382,10 +403,14 @@ class ProcgenVectorEnv:
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
 
 
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
+
 def make_envs(args: Args, seed: int, start_level: int, num_levels: int, **options):
     threads = args.env_threads
     if threads < 0:
-        cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         threads = 0 if cores <= 2 else min(12, cores * 3 // 4)
     options |= {"rand_seed": seed, "start_level": start_level, "num_levels": num_levels}
     options |= {"distribution_mode": args.distribution_mode, "num_threads": threads}
@@ -442,7 +467,7 @@ def evaluate(agent, envs, seed: int):
 
 
 # ---- 6 Speed, memory, ranks ----
-def set_up_device(args: Args):
+def set_up_device(args):
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
         torch.set_num_threads(1)  # others would spin on the environments' cores
@@ -451,8 +476,8 @@ def set_up_device(args: Args):
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def compile_encoders(agent):
@@ -492,29 +517,6 @@ class CudaGraphs:
             stored[name].copy_(x)
         graph.replay()
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
-
-
-def backward(agent, args, losses, minibatch):
-    """The gradient of the summed losses, in chunks of the minibatch to save memory."""
-    stats = {}
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.chunk_size):
-        part = slice(start, start + args.chunk_size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        share = len(chunk["obs"]) / mb_size
-        out = agent(chunk["obs"])
-        chunk_loss = 0.0
-        chunk_stats = {}
-        for loss_fn in losses:
-            loss, loss_stats = loss_fn(args, out, chunk)
-            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
-            chunk_loss += loss * share
-            chunk_stats |= loss_stats
-        chunk_loss.backward()
-        del out  # else what no loss has used stays in memory
-        for name, x in chunk_stats.items():
-            stats[name] = stats.get(name, 0.0) + x.detach() * share
-    return stats
 
 
 def set_learning_rates(optimizers, fraction: float):
@@ -592,7 +594,7 @@ class Run:
             set_state(x, saved.pop(name))
         return x
 
-    def log(self, row: dict):
+    def log(self, row):
         """row: numbers by name. A gradient that is not finite ends the run."""
         row["wall_time"] = time.monotonic() - self.start
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
@@ -601,7 +603,7 @@ class Run:
         if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
             sys.exit("a gradient is not finite: the run ends")
 
-    def write(self, row: dict):
+    def write(self, row):
         self.rows.append(row)
         is_new = not row.keys() <= set(self.columns)  # a column: write the table anew
         self.columns = list(dict.fromkeys(name for x in self.rows for name in x))
@@ -620,7 +622,7 @@ class Run:
         progress += f", {row['wall_time'] * (1 / share - 1) / 3600:.1f} hours left"
         print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
 
-    def save(self, iteration: int):
+    def save(self, iteration):
         ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
         modules = nn.ModuleList(x for x in self.shared.values() if isinstance(x, nn.Module))
         sums = all_ranks(sum(x.abs().sum().item() for x in modules.parameters()))
@@ -653,19 +655,18 @@ def set_state(x, state):
         vars(x).update(state)
 
 
-def require(condition: bool, message: str):
+def require(condition, message):
     if not condition:
         print(f"{Path(__file__).name}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
-def check(args: Args):
+def check(args):
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
     counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "chunk_size"]
     for name in [*counts, "checkpoint_interval"]:
         require(getattr(args, name) > 0, f"{name} must be at least 1")
-    last = NUM_LEVELS // NUM_RANKS - 1
-    require(0 <= args.seed <= last, f"seed must be from 0 to {last}")
+    require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, "seed must be below 2**31 - 1 / ranks")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     end = args.start_level + args.num_levels
     require(0 <= args.start_level <= end < NUM_LEVELS, f"levels end before {NUM_LEVELS}")
@@ -703,7 +704,7 @@ def parse_args() -> Args:
     return args
 
 
-def main(args: Args):
+def main(args):
     check(args)
     size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if size != "1" and NUM_RANKS == 1:
