@@ -79,7 +79,7 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount of reward normalization
+    reward_gamma: float = 0.99  # discount of reward normalization, the authors' value
     num_minibatches: int = 8  # minibatches of an epoch over T * N samples
     update_epochs: int = 3  # epochs over the T * N samples of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
@@ -187,7 +187,7 @@ class RewardNormalizer:
     """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}, step by
     step as baselines' VecNormalize: the first rewards count for more. Clips them to [-10, 10]."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
         # number, sum, sum of squares of all R_t; begins as a weak prior of variance 1
@@ -206,7 +206,7 @@ class RewardNormalizer:
         return (raw_rewards / deviations).clamp(-10, 10)
 
 
-def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float):
+def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     """Advantages (T, N) by generalized advantage estimation (Schulman et al., 2016).
     rewards: (T, N). values, firsts: (T + 1, N); firsts[t] is 1 where o_t begins an episode."""
     nonterminal = 1 - firsts[1:]
@@ -220,7 +220,7 @@ def compute_gae(rewards, values, firsts, gamma: float, gae_lambda: float):
 
 
 # A loss takes the agent's outputs, and the chunk of a minibatch that they are for: tensors (M, ...)
-# by name. It returns (loss, statistics to log), which must be means over samples: backward()
+# by name. It returns (loss, statistics to log), which must be means over samples: gradient_step
 # averages them over chunks. Nothing in it may wait for the GPU (.item()).
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss."""
@@ -256,34 +256,17 @@ def act(agent, obs):
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
-def backward(agent, args, losses, minibatch):
-    """Compute the gradient of the losses' sum, in chunks of the minibatch to save memory."""
-    stats = {}
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, args.chunk_size):
-        part = slice(start, start + args.chunk_size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        share = len(chunk["obs"]) / mb_size
-        out = agent(chunk["obs"])
-        chunk_loss = 0.0
-        chunk_stats = {}
-        for loss_fn in losses:
-            loss, loss_stats = loss_fn(args, out, chunk)
-            assert not chunk_stats.keys() & loss_stats.keys(), "two losses share a statistic's name"
-            chunk_loss += loss * share
-            chunk_stats |= loss_stats
-        chunk_loss.backward()
-        del out  # else what no loss has used stays in memory
-        for name, x in chunk_stats.items():
-            stats[name] = stats.get(name, 0.0) + x.detach() * share
-    return stats
-
-
 def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
     Returns their statistics, on the device: it does not wait for the GPU."""
     optimizer.zero_grad()
-    stats = backward(agent, args, losses, minibatch)
+    stats = {}
+    for chunk, share in chunks(minibatch, args.chunk_size):  # of the minibatch, to save memory
+        out = agent(chunk["obs"])
+        results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
+        (share * sum(loss for loss, _ in results)).backward()
+        add_stats(stats, results, share)
+        del out  # else what no loss has used stays in memory
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
@@ -291,7 +274,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     return stats
 
 
-def make_optimizer(agent: Agent, learning_rate: float):
+def make_optimizer(agent, learning_rate):
     lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
 
@@ -378,12 +361,12 @@ def train(args: Args, run: "Run"):
             run.save(iteration)
 
 
-# ---- 5 Environment, episodes, evaluation: nothing below is PPO ----
+# ---- 5 Environment, episodes, evaluation: you have read PPO, the rest is plumbing ----
 class ProcgenVectorEnv:
     """Procgen resets itself: the last step of an episode gives the first observation of the next.
     Its time limits count as terminations, as in all published results."""
 
-    def __init__(self, num_envs: int, env_id: str, **options):
+    def __init__(self, num_envs, env_id, **options):
         from gym import spaces
         from procgen import ProcgenGym3Env
 
@@ -406,7 +389,7 @@ class ProcgenVectorEnv:
 NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
 
 
-def make_envs(args: Args, seed: int, start_level: int, num_levels: int, **options):
+def make_envs(args, seed, start_level, num_levels, **options):
     threads = args.env_threads
     if threads < 0:
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -427,7 +410,7 @@ def make_envs(args: Args, seed: int, start_level: int, num_levels: int, **option
 class EpisodeStatistics:
     """Raw returns and lengths of all ranks' episodes, across rollouts."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args):
         self.totals = torch.zeros((2, NUM_RANKS * args.num_envs), dtype=torch.float64)
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
@@ -444,13 +427,13 @@ class EpisodeStatistics:
         return row | {"charts/mean_return_100": self.last_returns.nanmean()}
 
 
-def make_eval_envs(args: Args):
+def make_eval_envs(args):
     unseen = args.start_level + args.num_levels  # the first level that is not in training
     return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
 
 
 @torch.no_grad()
-def evaluate(agent, envs, seed: int):
+def evaluate(agent, envs, seed):
     """Raw returns (num_envs,) of one episode each."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -519,7 +502,24 @@ class CudaGraphs:
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
 
 
-def set_learning_rates(optimizers, fraction: float):
+def chunks(minibatch, size):
+    """Parts of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, size):
+        part = slice(start, start + size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        yield chunk, len(chunk["obs"]) / mb_size
+
+
+def add_stats(stats, results, share):
+    names = [name for _, loss_stats in results for name in loss_stats]
+    assert len(names) == len(set(names)), "two losses share a statistic's name"
+    for _, loss_stats in results:
+        for name, x in loss_stats.items():
+            stats[name] = stats.get(name, 0.0) + x.detach() * share
+
+
+def set_learning_rates(optimizers, fraction):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"].item())
@@ -558,7 +558,7 @@ def mean_stats(updates, prefix: str):
 
 # ---- 7 Run folder, command line ----
 class Run:
-    def __init__(self, args: Args):
+    def __init__(self, args):
         self.args = args
         self.folder = Path(args.run_dir)
         self.shared = {}
@@ -583,7 +583,7 @@ class Run:
             step = int(self.rows[-1]["global_step"]) if self.rows else 0
             self.tensorboard = SummaryWriter(args.run_dir, purge_step=step + 1)
 
-    def keep(self, name: str, x, per_rank=False):
+    def keep(self, name, x, per_rank=False):
         """Save x in checkpoints; restore it in a resumed run. x: a tensor, an object that has a
         state_dict, or one whose attributes are its state. per_rank: each has its own."""
         kept = self.own if per_rank else self.shared
@@ -683,7 +683,7 @@ MAY_CHANGE = {  # what --resume may change
 }  # fmt: skip
 
 
-def parse_args() -> Args:
+def parse_args():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.resume is None:
         name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"

@@ -1,24 +1,23 @@
 """Returns of a trained policy on chosen levels: a table, CSV files, and videos.
 
     python benchmark/evaluate.py runs/RUN                                          # training and unseen levels
-    python benchmark/evaluate.py runs/RUN --levels 0:50 --episodes 50 --video      # each of the levels 0 to 49 once
+    python benchmark/evaluate.py runs/RUN --levels 0:50 --greedy --video           # each of the levels 0 to 49 once
     python benchmark/evaluate.py agent.pt --env-id starpilot --modes easy hard     # weights on their own
 
-This runs the code of the script in the run folder, and plays as its evaluate() does. Weights on their own are played by
-the repository's scripts. The seed draws levels without repetition; too few levels for --episodes are played again.
+The script in the run folder plays, by its evaluate(); weights on their own are played by the repository's scripts.
+Mean, standard error and 95 % interval are over the means of levels, because episodes of one level are alike; with a
+single level, they are over its episodes. In other environments than Procgen, a level is a seed.
 """
 
-import inspect
+import importlib.util
 import json
 import math
-import pickle
 import random
 import re
 import sys
-import warnings
-from dataclasses import dataclass, fields
+import time
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 import numpy as np
@@ -29,193 +28,172 @@ from scipy import stats
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # it runs from any folder, with nothing installed
-from benchmark import require  # noqa: E402
-from benchmark.ranges import RANGES  # noqa: E402
-from ppg_procgen import NUM_LEVELS, Game  # noqa: E402
-
+RANGES = pd.read_csv(ROOT / "benchmark" / "reference" / "ranges.csv", index_col=["env_id", "distribution_mode"])
+Game = Literal[tuple(RANGES.index.unique("env_id"))]
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
 BATCH_SIZE = 64  # environments at a time; no flag, because the random numbers of an episode depend on it
 
 
-@dataclass
+@dataclass(frozen=True)
 class Args:
     path: tyro.conf.Positional[Path]  # run folder, agent.pt or checkpoint.pt, of either script or a changed copy
-    # sets of levels: train (those of the training), test (all above them), all, A:B (from A to B - 1); default: train
-    # test, or all if the run was trained on all levels
-    levels: tuple[str, ...] = ()
+    levels: tuple[str, ...] = ()  # sets: train, test (unseen), all, A:B (A to B - 1); default: train test, or all
     modes: tuple[Literal["easy", "hard"], ...] = ()  # difficulty of the levels; default: the run's
     env_id: Game | None = None  # game; default: the run's
-    episodes: int = 128  # episodes of each set of levels in each mode
+    episodes: int = 128  # of each set of levels and mode; too few levels are repeated, but not with --greedy
     greedy: bool = False  # take the most probable actions; default: sample them
     seed: int = 1  # draws levels and actions; on a CPU the same seed gives the same numbers
     video: bool = False  # also record four episodes of each set in each mode
-    out: Path | None = None  # folder to write to; default: evaluation, beside the weights
+    out: Path | None = None  # folder to write to, new or empty; default: evaluation/TIME, beside the weights
     cuda: bool = True  # use the GPU if there is one
 
 
-def load_script(path: Path) -> ModuleType:
-    """Run a script, as a module of its own, which can be changed freely."""
-    script = ModuleType("evaluated_script")
-    script.__file__ = str(path)
-    sys.modules[script.__name__] = script  # dataclasses look there
-    exec(compile(path.read_text(), path, "exec"), vars(script))
-    hint = "it is of an older version; with agent.pt and args.json alone in a folder, the repository's network plays"
-    require("args" in inspect.signature(script.Agent).parameters, f"{path} has no Agent(args, envs): {hint}")
+def require(condition: bool, message: str):
+    if not condition:
+        print(f"{Path(__file__).name}: {message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def load_script(folder: Path, weights: dict):
+    """The training script of a run folder: files are read, not run, to find it. For weights alone the repository's."""
+    path = ROOT / ("ppo_procgen.py" if "encoder.dense.weight" in weights else "ppg_procgen.py")
+    files = sorted(folder.glob("*.py")) if (folder / "args.json").exists() else []
+    if files:
+        defined = {x: re.findall(r"^(?:class|def) (\w+)", x.read_text("utf-8", "replace"), re.M) for x in files}
+        scripts = [x for x in files if {"Args", "Agent", "make_envs", "evaluate"} <= set(defined[x])]
+        require(len(scripts) == 1, f"exactly one file of {folder} must define Args, Agent, make_envs, evaluate")
+        path = scripts[0]
+    spec = importlib.util.spec_from_file_location("evaluated_script", path)
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look there for annotations that are strings
+    spec.loader.exec_module(script)
     return script
 
 
 def level_range(name: str, run: dict) -> range:
     """The levels of a set. run: the arguments of the training."""
-    train = range(NUM_LEVELS)
-    if run.get("num_levels"):  # without it, procgen ignores start_level, which older versions accepted
-        train = range(run["start_level"], run["start_level"] + run["num_levels"])
+    start = run.get("start_level", 0)
+    train = range(start, start + (run.get("num_levels") or NUM_LEVELS))
     sets = {"train": train, "test": range(train.stop, NUM_LEVELS), "all": range(NUM_LEVELS)}
-    if bounds := re.fullmatch(r"(\d+):(\d+)", name):
-        sets[name] = range(int(bounds[1]), int(bounds[2]))
-    levels = sets.get(name, range(0))
-    hint = f"no such levels; use train, test (if there are unseen levels), all, or A:B with A < B <= {NUM_LEVELS}"
-    require(levels.start < levels.stop <= NUM_LEVELS, f"--levels {name}: {hint}")
+    bounds = re.fullmatch(r"(\d+):(\d+)", name)
+    levels = range(int(bounds[1]), int(bounds[2])) if bounds else sets.get(name, range(0))
+    require(levels.start < levels.stop <= NUM_LEVELS, f"--levels {name}: no such levels, or none are unseen")
     return levels
 
 
-def merge(states: list):
-    """The state of several environments from the states of single ones."""
-    if isinstance(states[0], dict):
-        return {name: merge([state[name] for state in states]) for name in states[0]}
-    return torch.cat(states) if isinstance(states[0], torch.Tensor) else sum(states, [])
+class LevelEnvs:
+    """An environment for each level, which plays this level only. Notes where episodes end."""
+
+    def __init__(self, script, config, levels: list[int], **options):
+        config = replace(config, num_envs=1)
+        self.envs = [script.make_envs(config, level, level, 1, **options) for level in levels]
+        self.num_envs = len(levels)
+        self.ends = []
+        self.video = None
+
+    def reset(self):
+        return np.concatenate([env.reset()[0] for env in self.envs]), {}
+
+    def step(self, actions):
+        results = [env.step(actions[[i]])[:4] for i, env in enumerate(self.envs)]
+        obs, rewards, terminated, truncated = map(np.concatenate, zip(*results, strict=True))
+        self.ends.append(terminated | truncated)
+        if self.video:
+            self.video.send(self.draw(obs))
+        return obs, rewards, terminated, truncated, {}
+
+    def draw(self, obs):
+        if hasattr(self.envs[0], "games"):  # Procgen's own images, with 512 x 512 pixels
+            images = [env.games.get_info()[0]["rgb"] for env in self.envs]
+        elif getattr(self.envs[0], "render_mode", None):  # from Python 3.13 on
+            images = [env.render()[0] for env in self.envs]
+        else:
+            images = obs[..., -3:].repeat(8, 1).repeat(8, 2)  # of stacked images, the last
+        return np.hstack(images)
 
 
-def start_envs(script: ModuleType, config, levels: list, seed: int):
-    """Environments that begin these levels (None: drawn by the seed). They continue from the states of others, each
-    made for one level, which costs about 10 ms, and 50 kB that procgen never frees."""
-    config.num_envs = 1
-    states = [script.make_envs(config, 0, level, 1).state_dict() for level in levels if level is not None]
-    config.num_envs = len(levels)
-    envs = script.make_envs(config, seed, 0, 0)
-    if states:
-        envs.load_state_dict(merge(states))
-    return envs
-
-
-def play(script: ModuleType, agent, envs, seed: int, on_step=lambda obs: None) -> tuple:
-    """Raw returns and lengths (N,) of one episode in each environment. on_step is called after each step."""
-    step = envs.step
-    ends = []
-
-    def watched_step(actions):
-        result = step(actions)
-        ends.append(result[2] | result[3])
-        on_step(result[0])
-        return result
-
-    envs.step = watched_step
-    returns = script.evaluate(agent, envs, seed)
-    del envs.step  # a cycle of references, in which Python would free Procgen's memory in a wrong order
-    return returns, 1 + np.argmax(ends, axis=0)  # the first end of each
-
-
-def play_set(script: ModuleType, agent, config, args: Args, levels: range, title: str) -> pd.DataFrame:
-    """A row for each of args.episodes episodes."""
+def play(script, agent, config, args: Args, levels: range, title: str) -> pd.DataFrame:
+    """A row for each episode. length: its steps, up to the first end."""
     rng = random.Random(args.seed)  # a new one for each set, so that its numbers do not depend on the other sets
-    chosen = rng.sample(levels, min(args.episodes, len(levels))) or [None]
-    plan = np.resize(chosen, args.episodes)  # too few levels are repeated
+    plan = rng.sample(levels, min(args.episodes, len(levels)))
+    if not args.greedy:  # a greedy repeat of a level would be the same episode
+        plan = np.resize(plan, args.episodes)
     batches = []
-    for batch in tqdm(np.array_split(plan, math.ceil(args.episodes / BATCH_SIZE)), title):
-        seed = rng.getrandbits(31)
-        envs = start_envs(script, config, batch.tolist(), seed)
-        returns, lengths = play(script, agent, envs, seed)
-        batches.append(pd.DataFrame({"level": batch, "return": returns, "length": lengths}))
+    for batch in tqdm(np.array_split(plan, math.ceil(len(plan) / BATCH_SIZE)), title):
+        envs = LevelEnvs(script, config, batch.tolist())
+        returns = script.evaluate(agent, envs, rng.getrandbits(31))
+        batches.append(pd.DataFrame({"level": batch, "return": returns, "length": 1 + np.argmax(envs.ends, axis=0)}))
     return pd.concat(batches)
 
 
-def record_video(script: ModuleType, agent, config, seed: int, levels: list, path: Path) -> None:
-    """Four episodes side by side, until each has ended once."""
-    warnings.filterwarnings("ignore", "pkg_resources")
-    import imageio_ffmpeg  # which imports it
+def record_video(script, agent, config, levels: list[int], seed: int, path: Path):
+    """Episodes side by side, until each has ended once. An absolute path, as 12 would be a protocol in 12:30/x.mp4."""
+    import imageio_ffmpeg
 
-    def draw(obs):
-        if hasattr(envs, "games"):  # Procgen's own images, with 512 x 512 pixels
-            images = envs.games.render() if sys.version_info >= (3, 13) else [x["rgb"] for x in envs.games.get_info()]
-        else:
-            num_channels = 3 if obs.shape[3] % 3 == 0 else 1  # of stacked images, the last
-            images = np.broadcast_to(obs[..., -num_channels:], (*obs.shape[:3], 3)).repeat(8, 1).repeat(8, 2)
-        return np.vstack([np.hstack(images[:2]), np.hstack(images[2:])])
-
-    envs = start_envs(script, config, levels, seed)
-    size = draw(envs.reset()[0]).shape[1::-1]
-    file = str(path.resolve())  # absolute: in 12:30/x.mp4, 12 would be a protocol
-    video = imageio_ffmpeg.write_frames(file, size, fps=15, ffmpeg_timeout=0)
-    video.send(None)  # starts ffmpeg
-    play(script, agent, envs, seed, lambda obs: video.send(draw(obs)))
-    video.close()
+    options = {"render_mode": "rgb_array"} if config.env_id in RANGES.index else {}
+    envs = LevelEnvs(script, config, levels, **options)
+    size = envs.draw(envs.reset()[0]).shape[1::-1]
+    envs.video = imageio_ffmpeg.write_frames(str(path.resolve()), size, fps=15, ffmpeg_timeout=0)
+    envs.video.send(None)  # starts ffmpeg
+    script.evaluate(agent, envs, seed)
+    envs.video.close()
 
 
-def summarize(returns: pd.Series, r_min: float, r_max: float) -> dict:
-    """Mean, standard deviation and error, Student's 95 % interval; mean and interval as normalized scores too."""
-    summary = {"episodes": len(returns), "std": returns.std(), "stderr": returns.sem()}
-    mean = returns.mean()
-    margin = stats.t.ppf(0.975, len(returns) - 1) * summary["stderr"]
-    for name, x in {"mean": mean, "low": mean - margin, "high": mean + margin}.items():
-        summary[name] = x
-        summary[f"score_{name}"] = (x - r_min) / (r_max - r_min)
-    return summary
+def summarize(rows: pd.DataFrame, r_min: float, r_max: float) -> dict:
+    """Mean, standard error, Student's 95 % interval, normalized score."""
+    level_means = rows.groupby("level")["return"].mean()
+    sample = level_means if len(level_means) > 1 else rows["return"]
+    mean = sample.mean()
+    stderr = sample.sem()
+    margin = stats.t.ppf(0.975, len(sample) - 1) * stderr
+    summary = {"episodes": len(rows), "num_levels": len(level_means), "mean": mean, "stderr": stderr}
+    return summary | {"low": mean - margin, "high": mean + margin, "score": (mean - r_min) / (r_max - r_min)}
 
 
-def main(args: Args) -> None:
-    path = args.path / "agent.pt" if args.path.is_dir() else args.path
+def main(args: Args):
+    path = args.path
+    if path.is_dir():  # a checkpoint tells the iteration
+        path /= "checkpoint.pt" if (path / "checkpoint.pt").exists() else "agent.pt"
     require(path.is_file(), f"there is no file {path}")
-    require(args.episodes >= 1, "--episodes must be at least 1")
+    out = args.out or path.parent / "evaluation" / time.strftime("%Y%m%d-%H%M%S")
+    require(not out.exists() or not any(out.iterdir()), f"{out} is not empty: choose another --out")
     record = path.with_name("args.json")
     run = json.loads(record.read_text())["args"] if record.exists() else {}
-    run["env_id"] = args.env_id or run.get("env_id")
-    require(run["env_id"] is not None, f"{path} has no args.json beside it, which names its game: add --env-id")
-    weights = torch.load(path, map_location="cpu", weights_only=True)
-    weights = weights.get("agent", weights)  # a checkpoint.pt holds the same weights
-    source = next(path.parent.glob("*.py"), None) if record.exists() else None
-    if source is None:
-        source = ROOT / ("ppo_procgen.py" if "encoder.dense.weight" in weights else "ppg_procgen.py")
-        run["arch"] = "dual" if "value_encoder.dense.weight" in weights else "shared"  # or detach: the same policy
-    script = load_script(source)
-    if args.greedy:
-        is_discrete = hasattr(script.Policy(torch.zeros(1, 2)), "logprobs")
-        require(is_discrete, "--greedy: the script's Policy has no probabilities of actions")
-        script.Policy.sample = lambda pi, generator=None: pi.logprobs.argmax(-1)
-    flags = run | {"cuda": args.cuda, "env_threads": 0, "start_level": 0}
-    config = script.Args(**{x.name: flags[x.name] for x in fields(script.Args) if x.name in flags})
-    two_envs = [start_envs(script, config, [level], 0) for level in range(2)]
-    has_levels = len({pickle.dumps(envs.state_dict()) for envs in two_envs}) == 2  # gymnasium's have an empty state
-    require(has_levels or not (args.levels or args.modes), f"{config.env_id} has no levels: no --levels, no --modes")
-    require(not args.video or len(two_envs[0].obs_shape) == 3, "no --video: the observations are no images")
+    env_id = args.env_id or run.get("env_id")
+    require(env_id is not None, f"{path} has no args.json beside it, which names its game: add --env-id")
     modes = args.modes or [run.get("distribution_mode", "easy")]
-    names = args.levels or (["train", "test"] if has_levels and run.get("num_levels") else ["all"])
-    sets = {name: level_range(name, run) if has_levels else range(0) for name in names}
+    names = args.levels or (["train", "test"] if run.get("num_levels") else ["all"])
+    sets = {(mode, name): level_range(name, run) for mode in modes for name in names}
 
-    agent = script.Agent(config, two_envs[0]).to(config.device, memory_format=torch.channels_last)
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    iteration = saved.get("iteration", "unknown")
+    weights = saved["shared"]["agent"] if "shared" in saved else saved
+    script = load_script(path.parent, weights)
+    if args.greedy:
+        script.Policy.sample = lambda pi, generator=None: pi.logprobs.argmax(-1)
+    arch = "dual" if "value_encoder.dense.weight" in weights else "shared"  # or detach: the same policy
+    flags = {"arch": arch, **run, "env_id": env_id, "cuda": args.cuda, "env_threads": 0}
+    config = script.Args(**{x.name: flags[x.name] for x in fields(script.Args) if x.name in flags})
+    [env] = LevelEnvs(script, config, [0]).envs
+    agent = script.Agent(config, env).to(config.device, memory_format=torch.channels_last)
     agent.load_state_dict(weights)
-    out = args.out or path.parent / "evaluation"
-    out.mkdir(parents=True, exist_ok=True)
-    episodes = []
-    summaries = []
-    print(f"{path} in {config.env_id}, by {source}, files in {out}: return ± standard error, 95 % interval, score")
-    for mode, name in [(mode, name) for mode in modes for name in names]:
-        label = {"env_id": config.env_id, "greedy": args.greedy, "seed": args.seed, "mode": mode, "levels": name}
-        config.distribution_mode = mode
-        rows = play_set(script, agent, config, args, sets[name], f"{mode} {name}")
-        episodes.append(rows.assign(**label))
-        summary = summarize(rows["return"], *RANGES.get(config.env_id, {}).get(mode, (math.nan, math.nan)))
-        summaries.append({**label, **summary})
-        text = "{mean:.2f} ± {stderr:.2f}, {low:.2f} to {high:.2f}, {score_mean:.3f}".format(**summary)
-        print(f"{mode} {name}, {args.episodes} episodes: {text}", flush=True)
-    pd.concat(episodes).to_csv(out / "episodes.csv", index=False)
-    pd.DataFrame(summaries).to_csv(out / "summary.csv", index=False)
-
-    if args.video:
-        init = script.ProcgenVectorEnv.__init__
-        script.ProcgenVectorEnv.__init__ = lambda *x, **options: init(*x, **options, render_mode="rgb_array")
-        for rows in episodes:
-            config.distribution_mode, name = rows.iloc[0][["mode", "levels"]]
-            video = out / f"{config.distribution_mode}_{name.replace(':', '-')}.mp4"
-            record_video(script, agent, config, args.seed, np.resize(rows["level"], 4).tolist(), video)
+    print(f"{path}, iteration {iteration}, in {env_id}, by {script.__file__}, files in {out}")
+    for (mode, name), levels in sets.items():
+        if hasattr(config, "distribution_mode"):
+            config = replace(config, distribution_mode=mode)
+        rows = play(script, agent, config, args, levels, f"{mode} {name}")
+        label = {"weights": path, "iteration": iteration, "env_id": env_id, "mode": mode, "levels": name}
+        label |= {"greedy": args.greedy, "seed": args.seed}
+        summary = label | summarize(rows, *RANGES.reindex([(env_id, mode)]).iloc[0])  # of other environments: nan
+        text = "{mean:.2f} ± {stderr:.2f}, {low:.2f} to {high:.2f}, score {score:.3f}".format(**summary)
+        print(f"{mode} {name}, {len(rows)} episodes: {text}", flush=True)
+        out.mkdir(parents=True, exist_ok=True)
+        is_first = not (out / "summary.csv").exists()
+        rows.assign(**label).to_csv(out / "episodes.csv", mode="a", header=is_first, index=False)
+        pd.DataFrame([summary]).to_csv(out / "summary.csv", mode="a", header=is_first, index=False)
+        if args.video:
+            video = out / f"{mode}_{name.replace(':', '-')}.mp4"
+            record_video(script, agent, config, np.resize(rows["level"], 4).tolist(), args.seed, video)
 
 
 if __name__ == "__main__":

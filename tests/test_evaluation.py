@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import imageio_ffmpeg
 import numpy as np
@@ -9,110 +10,96 @@ import pandas as pd
 import pytest
 import torch
 import tyro
-from conftest import comparable, level_seeds, make_agent, make_args, read_rows, train
-from test_recipes import apply
+from conftest import ROOT, comparable, level_seeds, make_agent, make_args, read_rows, train
 from worker import SmallCNN
 
 import ppg_procgen
 import ppo_procgen
 from benchmark import evaluate as tool
-from ppg_procgen import NUM_LEVELS, ProcgenVectorEnv
+from ppg_procgen import NUM_LEVELS
 
 GAME = {"env_id": "bossfight", "num_levels": 3, "start_level": 10, "total_timesteps": 128}  # short episodes
+SOURCE = (ROOT / "ppg_procgen.py").read_text()
+ENVS = """
+class make_envs:  # a level's number gives its length; rewards of 1, in hard mode 2
+    def __init__(self, args, seed, *levels, **options):
+        self.length, self.reward = seed % 4 + 1, 1 + (args.distribution_mode == "hard")
+        self.single_observation_space = argparse.Namespace(shape=(64, 64, 3))
+        self.single_action_space = argparse.Namespace(n=2)
 
-
-class SimpleAgent(torch.nn.Module):
-    """Stands in for an agent: the most probable action depends on the image alone, and not on the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = torch.nn.Parameter(torch.tensor(100.0))
-
-    def forward(self, obs, value=True):
-        best = obs.flatten(1).long().sum(1) % 15
-        logits = self.scale * torch.nn.functional.one_hot(best, 15)
-        return ppg_procgen.Outputs(logits, None, None)
-
-
-class ShortEnv(ProcgenVectorEnv):
-    """Environment i ends an episode every i + 1 steps, and gives a reward of 1 in each step, in hard mode 2."""
-
-    def __init__(self, env_id, num_envs, mode="easy", **options):
-        super().__init__(env_id, num_envs, mode, **options)
-        self.rewards = np.full(num_envs, 2 if mode == "hard" else 1)
+    def reset(self):
         self.time = 0
+        return np.full((1, 64, 64, 3), 7, np.uint8), {}
 
     def step(self, actions):
-        obs, *_, infos = super().step(actions)
         self.time += 1
-        done = self.time % np.arange(1, self.num_envs + 1) == 0
-        limited = np.arange(self.num_envs) % 2 == 1  # these end by a time limit
-        return obs, self.rewards, done & ~limited, done & limited, infos
+        ends = np.array([self.time == self.length])
+        return np.full((1, 64, 64, 3), 7, np.uint8), np.array([self.reward]), ~ends & ends, ends, {}
+"""
 
 
-def test_short_episodes_count_no_more_than_long_ones():
-    """One episode of each environment, also if others end many in the same time."""
-    lengths = list(range(1, 9))
-    for evaluate in (ppg_procgen.evaluate, ppo_procgen.evaluate):
-        assert evaluate(SimpleAgent(), ShortEnv("bossfight", 8), 1).tolist() == lengths
-    played = tool.play(ppg_procgen, SimpleAgent(), ShortEnv("bossfight", 8), 1)
-    np.testing.assert_array_equal(played, [lengths, lengths])
+class SimpleAgent(torch.nn.Linear):  # evaluate() asks for the device of its parameters
+    """Stands in for an agent: the most probable action depends on the image alone, and not on the batch."""
+
+    def forward(self, obs):
+        best = obs.flatten(1).long().sum(1) % 15
+        return SimpleNamespace(logits=100.0 * torch.nn.functional.one_hot(best, 15))
+
+
+def test_short_episodes_count_no_more_than_long_ones(script):
+    """Environment i ends an episode every i + 1 steps, the second one by a time limit. One episode counts of each."""
+
+    def step(actions):
+        envs.time += 1
+        ends = envs.time % np.array([1, 2, 3]) == 0
+        return obs, np.ones(3), ends & [True, False, True], ends & [False, True, False], {}
+
+    obs = np.zeros((3, 64, 64, 3), np.uint8)
+    envs = SimpleNamespace(num_envs=3, time=0, reset=lambda: (obs, {}), step=step)
+    assert script.evaluate(SimpleAgent(1, 1), envs, 1).tolist() == [1, 2, 3]
 
 
 def test_the_seed_draws_the_actions(script, monkeypatch):
     monkeypatch.setattr(script, "ImpalaCNN", SmallCNN)
     agent = make_agent(script)
-    envs = ProcgenVectorEnv("starpilot", 8, num_levels=1, start_level=5)
-    first, second, other = (script.evaluate(agent, envs, seed).tolist() for seed in (1, 1, 2))
+    args = script.Args(num_envs=8, cuda=False)
+    first, second, other = (script.evaluate(agent, script.make_envs(args, 0, 5, 1), x).tolist() for x in (1, 1, 2))
     assert first == second != other
 
 
-class WatchedEnv(ProcgenVectorEnv):
-    """Notes the first levels, and all that are played."""
-
-    created = []
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.first, self.levels = level_seeds(self), set()
-        self.created.append(self)
-
-    def step(self, actions):
-        self.levels.update(level_seeds(self))
-        return super().step(actions)
-
-
-@pytest.fixture(scope="module", params=[ppg_procgen, ppo_procgen])
+@pytest.fixture(scope="module", params=[ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])
 def evaluated(request, tmp_path_factory):
-    """A script, the folder of its run with evaluations, and the environments that it made."""
+    """A script, the folder of its run with evaluations; for each environment its first levels, and all played."""
     script = request.param
-    run_dir = tmp_path_factory.mktemp("evaluated") / "run"
+    levels = []
+
+    def make_envs(*args, original=script.make_envs):
+        envs = original(*args)
+        first, played, step = level_seeds(envs), set(), envs.step
+        levels.append((first, played))
+        envs.step = lambda actions: (played.update(level_seeds(envs)), step(actions))[1]
+        return envs
+
+    args = make_args(script, tmp_path_factory.mktemp("evaluated") / "run", **GAME, eval_interval=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "ProcgenVectorEnv", WatchedEnv)
-        patch.setattr(WatchedEnv, "created", [])
-        train(script, make_args(script, run_dir, **GAME, eval_interval=1), small=False)
-        return script, run_dir, WatchedEnv.created
+        patch.setattr(script, "make_envs", make_envs)
+        return script, train(script, args, small=False), levels
 
 
 def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
-    script, run_dir, (training, test) = evaluated  # made once: procgen never frees all memory of an environment
-    assert training.levels == {10, 11, 12}
-    assert min(test.levels) >= 13
-    assert level_seeds(test) == test.first  # where the next evaluation would begin
-    options = {"seed": NUM_LEVELS - 1, "start_level": 13, "num_levels": NUM_LEVELS - 13}
-    assert test.first == level_seeds(ProcgenVectorEnv("bossfight", 4, **options))  # from the first one that is unseen
-
+    script, run_dir, [(_, training), (first, played), (second, _)] = evaluated
+    assert training == {10, 11, 12} and min(played) >= 13 and first == second
     agent = make_agent(script)
     agent.load_state_dict(torch.load(run_dir / "agent.pt"))
-    envs = ProcgenVectorEnv("bossfight", 4, **options)
-    returns, _ = tool.play(script, agent, envs, seed=1)
-    assert float(read_rows(run_dir)[-1]["eval/test_return"]) == returns.mean()
+    args = script.Args(env_id="bossfight", num_envs=4, cuda=False)
+    envs = script.make_envs(args, NUM_LEVELS - 1, 13, NUM_LEVELS - 13)  # from the first level that is unseen
+    assert level_seeds(envs) == first
+    assert float(read_rows(run_dir)[-1]["eval/test_return"]) == script.evaluate(agent, envs, 1).mean()
 
 
 def test_evaluation_does_not_touch_training(evaluated, run):
     script, run_dir, _ = evaluated
-    _, weights = comparable(run_dir)
-    _, plain_weights = comparable(run(script, **GAME, small=False))
+    weights, plain_weights = comparable(run_dir)[1], comparable(run(script, **GAME, small=False))[1]
     torch.testing.assert_close(weights, plain_weights, rtol=0, atol=0)
 
 
@@ -123,121 +110,117 @@ def test_evaluations_come_at_their_interval_and_at_the_end(run, script, monkeypa
 
 
 def command(*argv):
-    flags = ["--no-cuda", *map(str, argv)]
-    tool.main(tyro.cli(tool.Args, args=flags))
+    """What the command writes: its episodes and its summary."""
+    args = tyro.cli(tool.Args, args=["--no-cuda", *map(str, argv)])
+    tool.main(args)
+    out = args.out or max((args.path / "evaluation").iterdir())
+    return pd.read_csv(out / "episodes.csv"), pd.read_csv(out / "summary.csv")
 
 
 def test_each_level_is_played_whatever_the_batches(monkeypatch):
-    def play(episodes):
-        args = tool.Args(path=None, episodes=episodes)
-        rows = tool.play_set(ppg_procgen, SimpleAgent(), config, args, range(7), "")
+    def play(**flags):
+        rows = tool.play(ppg_procgen, SimpleAgent(1, 1), config, tool.Args(path=None, **flags), range(7), "")
         return rows.sort_values("level", ignore_index=True)
 
-    config = ppg_procgen.Args(env_id="bossfight", cuda=False)
-    together = play(7)
-    assert play(17)["level"].value_counts().min() == 2
+    config = ppg_procgen.Args(env_id="fruitbot", cuda=False, num_envs=1)
+    together = play(episodes=7)
+    assert play(episodes=17)["level"].value_counts().tolist() == [3, 3, 3, 2, 2, 2, 2]
     monkeypatch.setattr(tool, "BATCH_SIZE", 3)  # three batches
-    pd.testing.assert_frame_equal(play(7), together)
-    for level in range(7):
-        envs = ProcgenVectorEnv("bossfight", 1, num_levels=1, start_level=level)
-        returns, lengths = tool.play(ppg_procgen, SimpleAgent(), envs, seed=1)
-        assert together.loc[level].tolist() == [level, *returns, *lengths]
+    pd.testing.assert_frame_equal(play(episodes=17, greedy=True), together)  # a repeat would be the same episode
+    for level, value in zip(together["level"], together["return"], strict=True):
+        assert ppg_procgen.evaluate(SimpleAgent(1, 1), ppg_procgen.make_envs(config, 0, level, 1), 1) == value
+    assert together["level"].tolist() == list(range(7)) and together["return"].nunique() > 1
+
+
+def test_intervals_are_over_levels():
+    """Each level counts once, and an episode is no independent sample of levels."""
+    rows = pd.DataFrame({"level": [4, 5, 4, 9, 4], "return": [0.0, 5, 3, 10, 6]})  # means 3, 5, 10
+    summary = tool.summarize(rows, 1, 11)
+    margin = 4.302653 * 13**0.5 / 3**0.5  # Student's distribution with 2 degrees of freedom; the variance is 13
+    expected = {"episodes": 5, "num_levels": 3, "mean": 6, "stderr": (13 / 3) ** 0.5, "low": 6 - margin}
+    assert summary == pytest.approx(expected | {"high": 6 + margin, "score": 0.5})
+    one_level = tool.summarize(rows.assign(level=4), 1, 11)
+    assert one_level["stderr"] == pytest.approx(rows["return"].sem()) and one_level["num_levels"] == 1
 
 
 def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
     _, run_dir, _ = evaluated
-    command(run_dir, "--episodes", 5, "--out", tmp_path)
+    episodes, summary = command(run_dir, "--episodes", 4)
     printed = capsys.readouterr().out
-    episodes = pd.read_csv(tmp_path / "episodes.csv")
     levels = episodes["level"].tolist()
-    assert episodes["levels"].tolist() == ["train"] * 5 + ["test"] * 5
-    assert set(levels[:5]) == {10, 11, 12}
-    assert min(levels[5:]) >= 13
-    for row in pd.read_csv(tmp_path / "summary.csv").to_dict("records"):
-        returns = episodes[episodes["levels"] == row["levels"]]["return"]
-        mean = returns.mean()
-        stderr = returns.sem()
-        assert row["mean"] == pytest.approx(mean)
-        assert row["high"] == pytest.approx(mean + 2.776445 * stderr)  # Student's distribution, 4 degrees of freedom
-        assert row["score_mean"] == pytest.approx((mean - 0.5) / 12.5)
-        assert f"easy {row['levels']}, 5 episodes: {mean:.2f} ± {stderr:.2f}" in printed
-
-    command(run_dir / "checkpoint.pt", "--episodes", 5, "--out", tmp_path)
-    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "episodes.csv"), episodes)
+    assert episodes["levels"].tolist() == ["train"] * 4 + ["test"] * 4
+    assert set(levels[:4]) == {10, 11, 12} and min(levels[4:]) >= 13
+    assert set(summary["iteration"]) == set(episodes["iteration"]) == {2}
+    for row in summary.to_dict("records"):
+        assert row["mean"] == episodes[episodes["levels"] == row["levels"]].groupby("level")["return"].mean().mean()
+        assert row["score"] == pytest.approx((row["mean"] - 0.5) / 12.5)
+        assert f"easy {row['levels']}, 4 episodes: {row['mean']:.2f} ± {row['stderr']:.2f}" in printed
+    again, _ = command(run_dir / "agent.pt", "--episodes", 4, "--out", tmp_path)
+    assert again.pop("iteration").unique() == ["unknown"]
+    pd.testing.assert_frame_equal(again.drop(columns="weights"), episodes.drop(columns=["weights", "iteration"]))
 
 
-def test_greedy_episodes_on_hard_levels_and_a_video(tmp_path, monkeypatch):
-    def load_short(path, load=tool.load_script):
-        script = load(path)
-        script.ProcgenVectorEnv = type("ShortEnv", (ShortEnv,), {})  # a new one, because the tool changes it
-        return script
-
-    monkeypatch.setattr(tool, "load_script", load_short)
-    monkeypatch.chdir(tmp_path)
-    torch.save(make_agent(ppg_procgen).state_dict(), "agent.pt")
-    flags = "agent.pt --env-id starpilot --greedy --modes hard --levels 12:15 --episodes 3 --video --out 12:30".split()
-    with monkeypatch.context() as patch, pytest.raises(TypeError, match="not callable"):
-        patch.setattr(imageio_ffmpeg, "write_frames", None)
-        command(*flags)
-    rows = pd.read_csv("12:30/episodes.csv")
-    assert sorted(rows["level"]) == [12, 13, 14]
-    assert rows["return"].tolist() == [2, 4, 6]
-    command(*flags)
-    assert sys.modules["evaluated_script"].Policy(torch.tensor([[0.0, 0.1]] * 99)).sample().all()
-    _, *frames = imageio_ffmpeg.read_frames(f"{tmp_path}/12:30/hard_12-15.mp4")
-    assert len(frames) == 4
-    image = np.frombuffer(frames[-1], np.uint8).reshape(2, 512, 2, 512, 3)
-    assert image.std((1, 3, 4)).min() > 5  # none of the four parts is blank
-
-
-def make_run(folder, source, env_id):
+def make_run(folder, source, **flags):
     """The run folder of a copy, with an agent that prefers its actions clearly."""
     (folder / "my_ppg.py").write_text(source)
-    script = tool.load_script(folder / "my_ppg.py")
-    args = script.Args(env_id=env_id, arch="detach", num_envs=8, cuda=False)
-    envs = script.make_envs(args, 0, 5, 1)
-    agent = script.Agent(args, envs)
+    (folder / "plot.py").write_text("def evaluate(): pass\nraise SystemExit('this must not be run')")
+    torch.save({}, folder / "agent.pt")
+    (folder / "args.json").write_text(json.dumps({"args": {"arch": "detach", "num_levels": 2} | flags}))
+    script = tool.load_script(folder, {})
+    args = script.Args(arch="detach", num_envs=8, env_threads=0, cuda=False)
+    agent = script.Agent(args, script.make_envs(args, 0, 5, 1))
     agent.policy_head.weight.data *= 10
     torch.save(agent.state_dict(), folder / "agent.pt")
-    (folder / "args.json").write_text(json.dumps({"args": vars(args)}))
-    return script, agent, envs
+    return lambda: script.evaluate(agent, script.make_envs(args, 0, 5, 1), 0).tolist(), script
 
 
-@pytest.mark.parametrize(
-    "recipes, old, new",
-    [((), "/ 255.0", "/ 127.5 - 1"), ((), "F.relu(self.dense", "F.gelu(self.dense"), (("Stack frames",), "", "")],
-)
-def test_a_changed_copy_plays_as_its_evaluate(recipes, old, new, tmp_path, monkeypatch):
-    script, agent, envs = make_run(tmp_path, apply(*recipes).replace(old, new), "starpilot")
+@pytest.mark.parametrize("old, new", [("/ 255.0", "/ 127.5 - 1"), ("self.dense(x).relu()", "self.dense(x).tanh()")])
+def test_a_changed_copy_plays_as_its_evaluate(old, new, tmp_path, monkeypatch):
+    evaluate, script = make_run(tmp_path, SOURCE.replace(old, new))
     monkeypatch.setattr("random.Random.getrandbits", lambda *_: 0)  # the seed
-    command(tmp_path, "--levels", "5:6", "--episodes", 8)
-    returns = pd.read_csv(tmp_path / "evaluation" / "episodes.csv")["return"].tolist()
-    assert returns == script.evaluate(agent, envs, 0).tolist()
+    episodes, _ = command(tmp_path, "--env-id", "starpilot", "--levels", "5:6", "--episodes", 8)
+    assert episodes["return"].tolist() == evaluate()
     script.ImpalaCNN.forward = ppg_procgen.ImpalaCNN.forward
-    assert (returns == script.evaluate(agent, envs, 0).tolist()) == bool(recipes)
+    assert episodes["return"].tolist() != evaluate()
 
 
-def test_environments_without_levels_are_played_on_fresh_episodes(tmp_path):
-    make_run(tmp_path, apply("Use another environment"), "Blink-v0")
-    command(tmp_path, "--episodes", 70, "--video")
-    rows = pd.read_csv(tmp_path / "evaluation" / "episodes.csv")
-    assert rows["level"].isna().all()
-    assert rows["return"].tolist() == rows["length"].tolist() == [5] * 70
-    _, *frames = imageio_ffmpeg.read_frames(f"{tmp_path}/evaluation/easy_all.mp4")
-    assert len(frames) == 5
-    with pytest.raises(SystemExit, match="2"):
-        command(tmp_path, "--levels", "test")
+def test_other_environments_are_played_by_their_seeds_greedily_in_hard_mode_with_a_video(tmp_path):
+    make_run(tmp_path, "import argparse\n" + SOURCE + ENVS, env_id="Other-v0")
+    out = tmp_path / "12:30"
+    episodes, summary = command(tmp_path, *"--greedy --levels 12:15 --modes hard --video --out".split(), out)
+    rows = episodes.sort_values("level")[["level", "length", "return"]]
+    assert rows.values.tolist() == [[12, 1, 2], [13, 2, 4], [14, 3, 6]]
+    assert summary["score"].isna().all()
+    assert sys.modules["evaluated_script"].Policy(torch.tensor([[0.0, 0.1]] * 99)).sample().all()
+    _, *frames = imageio_ffmpeg.read_frames(f"{out}/hard_12-15.mp4")
+    assert len(frames) == 3
 
 
-BAD = {"": "add --env-id", "--env-id maze --levels test": "are unseen levels", "--episodes 0": "must be at least 1"}
+def test_a_video_has_procgens_own_images(tmp_path):
+    script = SimpleNamespace(
+        make_envs=ppg_procgen.make_envs, evaluate=lambda _, envs, seed: envs.step(np.zeros(4, int))
+    )
+    tool.record_video(script, None, ppg_procgen.Args(), [1, 2, 3, 4], 1, tmp_path / "x.mp4")
+    _, frame = imageio_ffmpeg.read_frames(str(tmp_path / "x.mp4"))
+    assert np.frombuffer(frame, np.uint8).reshape(512, 4, 512, 3).std((0, 2, 3)).min() > 5  # none is blank
+
+
+BAD = {
+    "--env-id maze --levels test": "none are unseen",
+    "--env-id maze --levels 5:3": "no such levels",
+    "--env-id maze --out out": "choose another --out",  # results are never replaced
+    "--env-id maze": "one file of",
+    "": "add --env-id",
+}
 
 
 @pytest.mark.parametrize("flags, message", BAD.items())
-def test_bad_arguments_are_refused(flags, message, tmp_path, capsys):
-    torch.save(make_agent(ppo_procgen).state_dict(), tmp_path / "agent.pt")
-    old_run = {"num_levels": 0, "start_level": 2**30}  # of all levels: procgen ignored its start_level
-    (tmp_path / "args.json").write_text(json.dumps({"args": old_run}))
+def test_bad_arguments_are_refused(flags, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    torch.save({}, "agent.pt")
+    for path in ("out/summary.csv", "my_ppg.py", "copy_of_my_ppg.py", "args.json"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text('{"args": {}}' if path == "args.json" else SOURCE)
     with pytest.raises(SystemExit, match="2"):
         command(tmp_path, *flags.split())
     assert message in capsys.readouterr().err
-    assert not (tmp_path / "evaluation").exists()
