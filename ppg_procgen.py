@@ -10,6 +10,9 @@ Each iteration, the policy phase                              in the code
 After N_pi iterations, the auxiliary phase
     pi_old on all of B, E_aux epochs on L_joint + L_value     aux_loss
 
+Why: learning values improves the features of the policy's network, but would disturb the policy. So
+values have a network of their own, and only in a rare second phase does a head on the policy's
+features learn them too, while a KL loss holds the policy where it was.
 PPG is sections 2 to 4. On a first reading, skip all others, CudaGraphs, run.keep (what a resumed
 run needs), gather and average_grads (several GPUs). M: samples, A: actions; a rollout is T steps
 of one environment. [PPG-k]: a detail of the authors' code that is easily missed.
@@ -133,7 +136,7 @@ class Args:
 
 # ---- 2 Networks ----
 @torch.no_grad()
-def normalized_init(layer: nn.Module, scale: float) -> nn.Module:
+def normalized_init(layer, scale):
     """[PPG-1] Rescale the weights of each output unit to an L2 norm of scale. Biases are 0."""
     units = nn.functional.normalize(layer.weight.flatten(1))
     layer.weight.copy_(scale * units.view_as(layer.weight))
@@ -142,7 +145,7 @@ def normalized_init(layer: nn.Module, scale: float) -> nn.Module:
 
 
 class ResidualBlock(nn.Module):
-    def __init__(self, channels: int):
+    def __init__(self, channels):
         super().__init__()
         scale = (3 * 2) ** -0.25  # sqrt(1 / sqrt(3 stacks) / sqrt(2 blocks))
         self.conv0 = normalized_init(nn.Conv2d(channels, channels, 3, padding=1), scale)
@@ -157,7 +160,7 @@ class ImpalaCNN(nn.Module):
 
     num_features = 256
 
-    def __init__(self, obs_shape: tuple[int, int, int]):
+    def __init__(self, obs_shape):
         super().__init__()
         height, width, channels = obs_shape
         layers = []
@@ -177,9 +180,8 @@ class ImpalaCNN(nn.Module):
 
 class Outputs(NamedTuple):
     logits: Tensor  # (M, A)
-    aux_values: Tensor  # (M,)
+    aux_values: Tensor  # (M,), learned in the auxiliary phase only
     values: Tensor  # (M,)
-    features: Tensor  # (M, 256), of the policy's encoder
 
 
 class Agent(nn.Module):
@@ -212,7 +214,7 @@ class Agent(nn.Module):
         logits = self.policy_head(features)
         aux_values = self.aux_value_head(features).squeeze(-1)
         values = self.value_head(value_features).squeeze(-1)
-        return Outputs(logits, aux_values, values, features)
+        return Outputs(logits, aux_values, values)
 
 
 class Policy:
@@ -298,7 +300,7 @@ def value_error(values, targets):
 
 
 def value_loss(args: Args, out: Outputs, chunk: dict):
-    """L_value: vf_coef is 1/2, as the constant below."""
+    """L_value: a vf_coef of 1/2 is the paper's, as in aux_loss."""
     v_loss = args.vf_coef * value_error(out.values, chunk["targets"])
     return v_loss, {"value_loss": v_loss}
 
@@ -320,6 +322,15 @@ def act(agent, obs):
     pi = Policy(out.logits)
     actions = pi.sample()
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
+
+
+def chunks(minibatch, size):
+    """Parts of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, size):
+        part = slice(start, start + size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        yield chunk, len(chunk["obs"]) / mb_size
 
 
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
@@ -375,8 +386,9 @@ def train(args: Args, run: "Run"):
     raw_rewards = torch.empty((T, N))
     episodes = run.keep("episodes", EpisodeStatistics(args))
     reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
-    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # the paper's B
+    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B, by rollout's names
 
+    # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...), B (256, 2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
         torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # fixed: for resumes
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
@@ -413,7 +425,6 @@ def train(args: Args, run: "Run"):
         rollout["targets"] = targets.to(device)
 
         # ==== Policy phase: E_pi epochs on L_clip + c S[pi], E_V epochs on L_value ====
-        # (T * N, ...): obs, actions, logprobs, values, advantages, targets
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
         if args.e_policy == args.e_value:  # steps on both losses, as in the authors' code
             epochs = [(optimizer, (policy_loss, value_loss))] * args.e_policy
@@ -537,7 +548,6 @@ def make_eval_envs(args):
 
 @torch.no_grad()
 def evaluate(agent, envs, seed):
-    """Raw returns (num_envs,) of one episode each."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     returns = np.zeros(envs.num_envs)
@@ -549,7 +559,7 @@ def evaluate(agent, envs, seed):
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
-    return returns
+    return returns  # raw, of one episode each, (num_envs,)
 
 
 # ---- 6 Speed, memory, ranks ----
@@ -594,7 +604,6 @@ class CudaGraphs:
             stored = {name: x.clone() for name, x in inputs.items()}
             gc.collect()  # not within the capture, where it may fail
             print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
-            # thread_local: NCCL's watchdog may make CUDA calls meanwhile
             with torch.cuda.graph(graph, None, torch.cuda.current_stream(), "thread_local"):
                 outputs = self.function(*fixed, **stored)
             self.graphs[key] = graph, stored, outputs
@@ -603,15 +612,6 @@ class CudaGraphs:
             stored[name].copy_(x)
         graph.replay()
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
-
-
-def chunks(minibatch, size):
-    """Parts of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, size):
-        part = slice(start, start + size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        yield chunk, len(chunk["obs"]) / mb_size
 
 
 def add_stats(stats, results, share):

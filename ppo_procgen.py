@@ -103,7 +103,7 @@ class Args:
 
 # ---- 2 Networks ----
 class ResidualBlock(nn.Module):
-    def __init__(self, channels: int):
+    def __init__(self, channels):
         super().__init__()
         self.conv0 = nn.Conv2d(channels, channels, 3, padding=1)
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
@@ -117,7 +117,7 @@ class ImpalaCNN(nn.Module):
 
     num_features = 256
 
-    def __init__(self, obs_shape: tuple[int, int, int]):
+    def __init__(self, obs_shape):
         super().__init__()
         height, width, channels = obs_shape
         layers = []
@@ -138,7 +138,6 @@ class ImpalaCNN(nn.Module):
 class Outputs(NamedTuple):
     logits: Tensor  # (M, A)
     values: Tensor  # (M,)
-    features: Tensor  # (M, 256)
 
 
 class Agent(nn.Module):
@@ -160,8 +159,7 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor) -> Outputs:
         """obs: (M, height, width, channels)."""
         features = self.encoder(obs)
-        values = self.value_head(features).squeeze(-1)
-        return Outputs(self.policy_head(features), values, features)
+        return Outputs(self.policy_head(features), self.value_head(features).squeeze(-1))
 
 
 class Policy:
@@ -256,6 +254,15 @@ def act(agent, obs):
     return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
 
 
+def chunks(minibatch, size):
+    """Parts of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, size):
+        part = slice(start, start + size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        yield chunk, len(chunk["obs"]) / mb_size
+
+
 def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
     Returns their statistics, on the device: it does not wait for the GPU."""
@@ -339,7 +346,6 @@ def train(args: Args, run: "Run"):
         rollout["targets"] = targets.to(device)
 
         # ==== Epochs on L_clip + c S[pi] and the value loss ====
-        # (T * N, ...): obs, actions, logprobs, values, advantages, targets
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
         stats = []
         for _ in range(args.update_epochs):
@@ -434,7 +440,6 @@ def make_eval_envs(args):
 
 @torch.no_grad()
 def evaluate(agent, envs, seed):
-    """Raw returns (num_envs,) of one episode each."""
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     returns = np.zeros(envs.num_envs)
@@ -446,7 +451,7 @@ def evaluate(agent, envs, seed):
         obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
-    return returns
+    return returns  # raw, of one episode each, (num_envs,)
 
 
 # ---- 6 Speed, memory, ranks ----
@@ -491,7 +496,6 @@ class CudaGraphs:
             stored = {name: x.clone() for name, x in inputs.items()}
             gc.collect()  # not within the capture, where it may fail
             print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
-            # thread_local: NCCL's watchdog may make CUDA calls meanwhile
             with torch.cuda.graph(graph, None, torch.cuda.current_stream(), "thread_local"):
                 outputs = self.function(*fixed, **stored)
             self.graphs[key] = graph, stored, outputs
@@ -500,15 +504,6 @@ class CudaGraphs:
             stored[name].copy_(x)
         graph.replay()
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
-
-
-def chunks(minibatch, size):
-    """Parts of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, size):
-        part = slice(start, start + size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        yield chunk, len(chunk["obs"]) / mb_size
 
 
 def add_stats(stats, results, share):
