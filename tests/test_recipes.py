@@ -228,7 +228,7 @@ def test_choose_levels(tmp_path):
 
 def test_losses_and_counts_of_updates(tmp_path):
     module = load(tmp_path, apply(STORE, CLEANRL, FEWER))
-    out = module.Outputs(torch.zeros(2, 3), torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.ones(2), None)
+    out = module.Outputs(torch.zeros(2, 3), torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.ones(2))
     chunk = {"targets": torch.tensor([2.0, 0]), "values": torch.zeros(2), "old_logits": torch.zeros(2, 3)}
     chunk |= {"advantages": torch.tensor([0.0, 7]), "actions": torch.tensor([2, 0])}
     assert module.value_loss(module.Args(), out, chunk)[0] == 0.25 * (1.8**2 + 1) / 2  # the first change is clipped
