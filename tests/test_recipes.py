@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import worker
-from conftest import CHEAP_PPG, ROOT, TINY_PPG, as_flags, interrupt, parse, read_rows, resume, same
+from conftest import CHEAP_PPG, ROOT, TINY_PPG, as_flags, interrupt, parse, read_rows, resume, same, wait_for
 from gymnasium.spaces import Box, Discrete
 
 from benchmark.recipe import RECIPES, apply
@@ -165,14 +165,16 @@ def test_first_updates_and_resuming(tmp_path, names):
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [ALGORITHM[-1], [STORE], [VECTORS, MEMORY, RND], [CONTINUOUS, CLEANRL]])
 def test_two_ranks(tmp_path, names):
-    """A run ends where they have different weights."""
+    """A run ends where they have different weights. It is killed after its first checkpoint, and resumed."""
     (tmp_path / "my_ppg.py").write_text(apply(*names))
     env_id = "Pendulum-v1" if CONTINUOUS in names else "CartPole-v1" if VECTORS in names else "maze"
-    flags = {"env_id": env_id, "total_timesteps": 128, "num_levels": 3, "num_minibatches": 1, "run_dir": "run"}
+    flags = {"env_id": env_id, "total_timesteps": 512, "num_levels": 3, "num_minibatches": 1, "run_dir": "run"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "my_ppg.py"]
-    subprocess.run([*torchrun, *as_flags(CHEAP_PPG | flags)], cwd=tmp_path, check=True)
+    with subprocess.Popen([*torchrun, *as_flags(CHEAP_PPG | flags)], cwd=tmp_path) as process:
+        wait_for((tmp_path / "run" / "checkpoint.pt").exists)
+        process.terminate()
     subprocess.run([*torchrun, "--resume=run"], cwd=tmp_path, check=True)
-    assert len(read_rows(tmp_path / "run")) == 4
+    assert len(read_rows(tmp_path / "run")) == 16
 
 
 class Recall(Blink):
