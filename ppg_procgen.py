@@ -300,7 +300,7 @@ def value_error(values, targets):
 
 
 def value_loss(args: Args, out: Outputs, chunk: dict):
-    """L_value: a vf_coef of 1/2 is the paper's, as in aux_loss."""
+    """L_value, with vf_coef 1/2. aux_loss always has 1/2."""
     v_loss = args.vf_coef * value_error(out.values, chunk["targets"])
     return v_loss, {"value_loss": v_loss}
 
@@ -338,7 +338,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
     Returns their statistics, on the device: it does not wait for the GPU."""
     optimizer.zero_grad()  # else gradients of the other phase would be part of this step
     stats = {}
-    for chunk, share in chunks(minibatch, args.chunk_size):  # of the minibatch, to save memory
+    for chunk, share in chunks(minibatch, args.chunk_size):  # gradient accumulation, to save memory
         out = agent(chunk["obs"], bf16)
         results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
         (share * sum(loss for loss, _ in results)).backward()
@@ -368,7 +368,7 @@ def train(args: Args, run: "Run"):
     first_obs = torch.from_numpy(envs.reset()[0])
     run.keep("envs", envs, per_rank=True)
     agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
-    # [PPG-3] one Adam for each phase; value_optimizer is for E_V != E_pi only
+    # [PPG-3] Each has all parameters, but moves only those that its losses reach
     optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
     value_optimizer = run.keep("value_optimizer", make_optimizer(agent, args.learning_rate))
     aux_optimizer = run.keep("aux_optimizer", make_optimizer(agent, args.aux_learning_rate))
@@ -390,7 +390,7 @@ def train(args: Args, run: "Run"):
 
     # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...), B (256, 2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # fixed: for resumes
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # for ints, hash is fixed
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         set_learning_rates([optimizer, value_optimizer, aux_optimizer], lr_fraction)
@@ -406,7 +406,7 @@ def train(args: Args, run: "Run"):
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
             obs[t + 1] = torch.from_numpy(next_obs)
             raw_rewards[t] = torch.from_numpy(rewards)
-            firsts[t + 1] = torch.from_numpy(terminated | truncated)
+            firsts[t + 1] = torch.from_numpy(terminated | truncated)  # no bootstrap at time limits
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
         rollout["obs"] = obs[:T]
         row.update(episodes.update(raw_rewards, firsts))
@@ -418,7 +418,7 @@ def train(args: Args, run: "Run"):
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        std, mean = torch.std_mean(gather(advantages), correction=0)  # of targets - values
+        std, mean = torch.std_mean(gather(advantages), correction=0)  # of targets minus values
         row["losses/explained_variance"] = 1 - (std / gather(targets).std(correction=0)) ** 2
         # [PPG-4] advantages are normalized over the whole batch, not in each minibatch
         rollout["advantages"] = ((advantages - mean) / (std + 1e-8)).to(device)
@@ -471,7 +471,7 @@ def train(args: Args, run: "Run"):
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if is_last or iteration % args.n_iteration == 0:  # B begins anew: it is not saved
+        if is_last or iteration % args.n_iteration == 0:  # B is not saved
             run.save(iteration)
 
 

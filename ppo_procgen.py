@@ -268,7 +268,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     Returns their statistics, on the device: it does not wait for the GPU."""
     optimizer.zero_grad()
     stats = {}
-    for chunk, share in chunks(minibatch, args.chunk_size):  # of the minibatch, to save memory
+    for chunk, share in chunks(minibatch, args.chunk_size):  # gradient accumulation, to save memory
         out = agent(chunk["obs"])
         results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
         (share * sum(loss for loss, _ in results)).backward()
@@ -313,7 +313,7 @@ def train(args: Args, run: "Run"):
     reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
 
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # fixed: for resumes
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # for ints, hash is fixed
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         set_learning_rates([optimizer], lr_fraction)
@@ -329,7 +329,7 @@ def train(args: Args, run: "Run"):
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
             obs[t + 1] = torch.from_numpy(next_obs)
             raw_rewards[t] = torch.from_numpy(rewards)
-            firsts[t + 1] = torch.from_numpy(terminated | truncated)
+            firsts[t + 1] = torch.from_numpy(terminated | truncated)  # no bootstrap at time limits
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
         rollout["obs"] = obs[:T]
         row.update(episodes.update(raw_rewards, firsts))
