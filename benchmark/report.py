@@ -98,9 +98,6 @@ class Args:
     reps: int = 2000  # bootstrap samples of each interval
 
 
-# ---- reading
-
-
 def load_references(algorithms: tuple[str, ...]) -> pd.DataFrame:
     """The published curves of these algorithms."""
     curves = pd.read_csv(REFERENCE / "procgen_curves.csv.gz")
@@ -212,9 +209,6 @@ def group_names(runs: pd.DataFrame) -> pd.Series:
 def run_notes(text: str, runs: pd.DataFrame) -> list[str]:
     names = [f"{x.group} {x.env_id} seed {x.seed} (at {x.last_step:,})" for x in runs.itertuples()]
     return [f"{text}: {', '.join(names)}"] if names else []
-
-
-# ---- numbers and tables
 
 
 def in_order(curves: pd.DataFrame) -> list[str]:
@@ -332,9 +326,6 @@ def aggregate_table(scores: dict[str, np.ndarray], baseline: str, reps: int) -> 
     return markdown(pd.DataFrame(rows, columns=["group", "seeds", "mean", "IQM", "P(improvement)"]))
 
 
-# ---- pictures
-
-
 def looks(groups: list[str]) -> dict[str, tuple]:
     """Color and line of each group, no two alike. A group on training and on unseen levels has one color."""
     others, num_uses, look_of = itertools.cycle(OTHER_COLORS), Counter(), {}
@@ -393,14 +384,10 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> plt.F
 
 
 def picture(fig: plt.Figure, path: Path, caption: str) -> str:
-    """Save as PNG and SVG; returns the Markdown that shows it."""
-    for suffix in (".png", ".svg"):
-        fig.savefig(f"{path}{suffix}", dpi=200, bbox_inches="tight")
+    """Save as PNG; returns the Markdown that shows it."""
+    fig.savefig(f"{path}.png", dpi=200, bbox_inches="tight")
     plt.close(fig)
     return f"![{path.name}]({path.name}.png)\n\n*{caption}*"
-
-
-# ---- the page
 
 
 def report_scores(args: Args, mode: str, values: pd.DataFrame) -> list[str]:
