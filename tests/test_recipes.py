@@ -214,20 +214,6 @@ def test_add_an_intrinsic_reward(tmp_path):
     assert 0 < float(rows[-1]["losses/rnd_loss"]) < 0.5 * float(rows[0]["losses/rnd_loss"])
 
 
-def test_choose_levels(tmp_path):
-    module = load(tmp_path, apply(PLR))
-    args = make_args(module, tmp_path, num_levels=9)
-    envs = module.LevelReplay(args)
-    envs.scores[:] = torch.arange(9)
-    for _ in range(1000):
-        obs, _, done, _, _ = envs.step(np.zeros(4, np.int64))
-        for e in np.flatnonzero(done):
-            game = module.make_envs(module.replace(args, num_envs=1), 0, int(envs.levels[e]), 1)
-            assert np.array_equal(obs[e], game.reset()[0][0])
-    envs.score(torch.where(torch.stack(envs.played) == 8, 30, torch.rand(1000, 4)))
-    assert envs.level_probs()[8] > 0.8
-
-
 def test_losses_and_counts_of_updates(tmp_path):
     module = load(tmp_path, apply(STORE, CLEANRL, FEWER))
     out = module.Outputs(torch.zeros(2, 3), torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.ones(2))
