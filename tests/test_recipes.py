@@ -16,7 +16,7 @@ from gymnasium.spaces import Box, Discrete
 
 from benchmark.recipe import RECIPES, apply
 
-ENV, VECTORS, CONTINUOUS, ENVPOOL, MEMORY, RND, STORE, PLR, CLEANRL, FEWER = RECIPES
+ENV, VECTORS, CONTINUOUS, ENVPOOL, MEMORY, RND, STORE, CLEANRL, FEWER = RECIPES
 
 
 def load(tmp_path, source, small=True):
@@ -64,8 +64,8 @@ def test_the_command(tmp_path):
     assert "agent(last_obs, hidden[t + 1], 1)" in source and "hidden[t + 1]" not in apply(ENV)
     assert recipe(ENV, "-o", path) == f"recipe.py: {path} exists\n"
     assert '"Add magic"' in recipe("Add magic")
-    error = recipe(ENV, PLR)
-    assert f'"{PLR}"' in error and "envs = make_envs(" in error
+    error = recipe(ENV, ENVPOOL)
+    assert f'"{ENVPOOL}"' in error and "envs = make_envs(" in error
 
 
 class Blink(gymnasium.Env):
@@ -150,7 +150,7 @@ def test_real_environments(tmp_path, env_id, goal):
 
 
 ONE_UPDATE = {"env_id": "starpilot", "num_minibatches": 1, "num_aux_rollouts": 8, "num_levels": 3}  # in a phase
-ALGORITHM = [[MEMORY], [RND], [STORE], [PLR], [CLEANRL], [FEWER], [MEMORY, RND, PLR, CLEANRL, FEWER]]
+ALGORITHM = [[MEMORY], [RND], [STORE], [CLEANRL], [FEWER], [MEMORY, RND, CLEANRL, FEWER]]
 
 
 @pytest.mark.parametrize("names", ALGORITHM)
