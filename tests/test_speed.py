@@ -150,16 +150,15 @@ def test_cuda_graphs_read_new_inputs_and_give_outputs_that_stay(monkeypatch):
         return calls[-1][1]
 
     calls = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    for name, stand_in in {"CUDAGraph": Graph, "graph": capture, "current_stream": lambda: None}.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
     graphs = ppg_procgen.CudaGraphs(function)
-    sums = [graphs("a", x=torch.full((3,), k))["sum"] for k in range(7)]
-    assert sums == [3 * k for k in range(7)] and len(calls) == 4  # three plain calls and the capture
-    # other arguments, another shape, another dtype: not this graph
-    for name, x in (("b", torch.ones(3).long()), ("a", torch.ones(4).long()), ("a", torch.ones(3))):
-        assert graphs(name, x=x)["sum"] == len(x)
-    assert len(calls) == 7 and graphs("a", x=torch.tensor([1, 1, 2]))["sum"] == 4 and len(calls) == 7
+    # each other argument, shape or dtype has a graph of its own, after three plain calls
+    for name, size, number in (("a", 3, int), ("b", 3, int), ("a", 4, int), ("a", 3, float)):
+        calls.clear()
+        inputs = [torch.full((size,), number(k)) for k in range(7)]
+        sums = [graphs(name, x=x)["sum"] for x in inputs]
+        assert sums == [size * k for k in range(7)] == [int(x.sum()) for x in inputs] and len(calls) == 4
     with pytest.raises(AssertionError, match="by name"):
         graphs(torch.ones(3), x=torch.ones(3))
 
@@ -273,15 +272,12 @@ def test_devices_and_what_is_compiled(script, monkeypatch):
 
 
 def test_threads_of_the_environments(monkeypatch, script):
-    def threads(cores, env_threads=-1):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
-        return script.make_envs(script.Args(env_threads=env_threads), 0, 0, 0)["num_threads"]
-
     monkeypatch.setattr(script.sys, "version_info", (3, 12))
-    monkeypatch.setattr(script, "ProcgenVectorEnv", lambda *_, **options: options)
-    assert [threads(cores) for cores in (2, 4, 16, 64)] == [0, 3, 12, 12] and threads(16, 5) == 5
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16))
+    monkeypatch.setattr(script, "ProcgenVectorEnv", lambda *_, num_threads, **options: num_threads)
+    assert [script.make_envs(script.Args(env_threads=n), 0, 0, 0) for n in (5, 0, -1)] == [5, 0, 12]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert threads(16) == 6
+    assert script.make_envs(script.Args(), 0, 0, 0) == 6
 
 
 def test_the_buffer_goes_to_the_host_where_it_would_fill_the_gpu(monkeypatch, capsys):

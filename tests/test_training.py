@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import FrozenInstanceError, asdict, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields
 
 import conftest
 import numpy as np
@@ -179,11 +179,11 @@ def test_bad_flags_end_with_a_message_and_exit_code_2(trained, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_arguments_are_data_until_they_are_checked():
-    args = Args(num_minibatches=7, num_aux_rollouts=3, e_auxiliary=0)
+def test_arguments_are_frozen_and_without_an_auxiliary_phase_its_minibatches_may_be_any():
+    args = Args(num_aux_rollouts=3, e_auxiliary=0)
+    ppg_procgen.check(args)
     with pytest.raises(FrozenInstanceError):
         args.ent_coef = 0.0
-    ppg_procgen.check(replace(args, num_minibatches=8))  # without an auxiliary phase, its minibatches may be any
 
 
 def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
