@@ -52,6 +52,13 @@ def test_bfloat16_is_for_the_auxiliary_phase_only(trained):
     assert rows[0] == other[0] and rows[1] != other[1]  # the first phase ends iteration 2
 
 
+def test_episodes_go_on_across_rollouts(run, script, monkeypatch):
+    """Episodes of four steps, rollouts of six. Only the first episodes are shorter."""
+    monkeypatch.setattr(script, "make_envs", ProbeEnv)
+    rows = read_rows(run(script, num_steps=6, total_timesteps=4 * 24))
+    assert [float(row["charts/episodic_length"]) for row in rows[1:]] == [4.0] * 3
+
+
 def test_the_first_update_of_an_iteration_sees_what_acted(run, script, monkeypatch):
     """The values and probabilities of a sample are those of its observation and action, its advantage is normalized
     target - value. The KL that is logged says so too."""
@@ -102,11 +109,12 @@ def test_same_seed_same_bits_other_seed_others(run, trained, flags):
 
 
 def test_defaults_that_no_published_run_takes():
-    args, ppo = Args(), ppo_procgen.Args()
+    args = Args()
     assert (args.n_iteration, args.e_auxiliary, args.num_aux_rollouts, args.aux_dtype) == (32, 6, 4, "float32")
     assert (args.arch, args.e_policy, args.e_value, args.clip_coef, args.kl_coef) == ("dual", 1, 1, 0.2, 0)
-    for x in (args, ppo):
-        assert (x.num_iterations, x.num_envs, x.num_minibatches, x.distribution_mode) == (1525, 64, 8, "easy")
+    for x in (args, ppo_procgen.Args()):
+        assert (x.num_iterations, x.num_envs, x.num_minibatches) == (1525, 64, 8)
+        assert (x.distribution_mode, x.num_levels) == ("easy", 0)
 
 
 FLAGS = {
