@@ -2,7 +2,6 @@
 
 import csv
 import functools
-import itertools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -12,16 +11,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for runs this small, and their processes, threads cost more than they give
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would what tests start
 
-import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import worker  # noqa: E402
-from gymnasium.spaces import Box, Discrete  # noqa: E402
 
 import ppg_procgen  # noqa: E402
 import ppo_procgen  # noqa: E402
@@ -67,34 +63,27 @@ def interrupt(script, args, k: int, small: bool = True) -> Path:
 
 
 def make_agent(script, **flags):
-    spaces = {"single_observation_space": Box(0, 255, (64, 64, 3), np.uint8), "single_action_space": Discrete(15)}
-    return script.Agent(script.Args(cuda=False, **flags), SimpleNamespace(**spaces))
+    return script.Agent(script.Args(cuda=False, **flags), worker.ScriptedGames)  # for their spaces
 
 
 def make_args(script, run_dir: Path, **flags):
     return script.Args(**((TINY_PPG if script is ppg_procgen else TINY) | {"run_dir": str(run_dir)} | flags))
 
 
-@pytest.fixture
-def run(tmp_path):
+@pytest.fixture(scope="session")
+def run(tmp_path_factory):
     """run(script, **flags) trains in a new folder and gives it."""
-    counter = itertools.count()
 
     def run(script=ppg_procgen, small=True, **flags) -> Path:
-        return train(script, make_args(script, tmp_path / f"run{next(counter)}", **flags), small)
+        return train(script, make_args(script, tmp_path_factory.mktemp("run") / "run", **flags), small)
 
     return run
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
+def trained(run):
     """Like run, but each set of flags is trained once a session: for tests that leave the folder as it is."""
-
-    @functools.cache
-    def trained(script=ppg_procgen, **flags) -> Path:
-        return train(script, make_args(script, tmp_path_factory.mktemp("trained") / "run", **flags))
-
-    return trained
+    return functools.cache(run)
 
 
 def parse(script, *argv):
@@ -132,15 +121,15 @@ def same(run_dir: Path, other: Path) -> bool:
 
 
 class Process:
-    """A process of its own, forked from one that has imported what scripts need, which takes seconds."""
+    """SCRIPT.py FLAGS with what options replace in it (worker.py), forked from a process that has imported what scripts
+    need, which takes seconds."""
 
-    def __init__(self, folder: Path, *task, **environment: str) -> None:
+    def __init__(self, folder: Path, script, options: dict, *flags, **environment: str) -> None:
         self.files = [folder / "out", folder / "err"]
-        folder.mkdir()
         for file in self.files:
             file.touch()
-        context = multiprocessing.get_context("forkserver")
-        self.process = context.Process(target=worker.begin, args=(self.files, environment, *task))
+        task = self.files, environment, script.__name__, options, list(map(str, flags))
+        self.process = multiprocessing.get_context("forkserver").Process(target=worker.begin, args=task)
         self.process.start()
 
     def end(self, timeout: float = 120) -> subprocess.CompletedProcess:
@@ -152,17 +141,15 @@ class Process:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory):
-    """start(script, options, *flags) begins SCRIPT.py FLAGS with what options replace in it (worker.py). Named
-    arguments are its environment."""
+    """start(script, options, *flags) begins a Process. Named arguments are its environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
         multiprocessing.set_forkserver_preload(["worker", "pytest"])
         multiprocessing.forkserver.ensure_running()
-    folder, started = tmp_path_factory.mktemp("processes"), []
+    started = []
 
-    def start(script, options: dict, *flags, **environment: str) -> Process:
-        task = script.__name__, options, list(map(str, flags))
-        started.append(Process(folder / str(len(started)), *task, **environment))
+    def start(*task, **environment: str) -> Process:
+        started.append(Process(tmp_path_factory.mktemp("process"), *task, **environment))
         return started[-1]
 
     yield start
@@ -174,12 +161,12 @@ def start(tmp_path_factory):
 def start_ranks(start):
     """start_ranks(script, options, *flags) starts ranks, two unless told: what torchrun starts, without torchrun."""
 
-    def start_ranks(script, options: dict, *flags, num_ranks: int = 2) -> list[Process]:
+    def start_ranks(*task, num_ranks: int = 2) -> list[Process]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]  # free; a fixed one may be that of another session of pytest
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
         numbers = map(str, range(num_ranks))
-        return [start(script, options, *flags, RANK=rank, LOCAL_RANK=rank, **environment) for rank in numbers]
+        return [start(*task, RANK=rank, LOCAL_RANK=rank, **environment) for rank in numbers]
 
     return start_ranks
 

@@ -34,43 +34,34 @@ LEVELS = {"distribution_mode": "easy", "num_levels": 0, "start_level": 0, "num_t
 # Arguments of our scripts. Together the runs take each branch of the training loop. The seeds of the levels are such
 # that some episodes end early, and some have rewards. "clipping" clips in every minibatch but an iteration's first
 PUBLISHED = SIZES | {"arch": "dual", "num_aux_rollouts": 2, "n_iteration": 1, "e_auxiliary": 1, "aux_dtype": "float32"}
-PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0}
-PUBLISHED |= {"learning_rate": 5e-4, "total_timesteps": 2 * T * N}
+PUBLISHED |= {"e_policy": 1, "e_value": 1, "clip_coef": 0.2, "kl_coef": 0.0, "learning_rate": 5e-4}
+PUBLISHED |= {"total_timesteps": 2 * T * N}
+SHARED = PUBLISHED | {"env_id": "miner", "seed": 55, "arch": "shared"}
 PPG_RUNS = {
     "dual": PUBLISHED | {"env_id": "dodgeball", "seed": 47, "total_timesteps": 4 * T * N, "n_iteration": 2},
     "detach": PUBLISHED | {"env_id": "jumper", "seed": 25, "total_timesteps": 5 * T * N, "n_iteration": 2},
-    "shared": PUBLISHED | {"env_id": "miner", "seed": 55, "arch": "shared", "e_policy": 3, "e_value": 3},
+    "shared": SHARED | {"e_policy": 3, "e_value": 3, "e_auxiliary": 2},
     "kl": PUBLISHED | {"env_id": "maze", "seed": 12, "e_policy": 2, "e_value": 3, "clip_coef": 0.0, "kl_coef": 1.0},
     "clipping": PUBLISHED | {"env_id": "jumper", "seed": 18, "e_policy": 2, "e_value": 2, "learning_rate": 7e-4},
-    # the one in which the two optimizers of the policy phase share parameters
-    "separate": PUBLISHED | {"env_id": "miner", "seed": 55, "arch": "shared", "e_value": 2},
+    "separate": SHARED | {"e_value": 2},  # the two optimizers of the policy phase share parameters
 }
 PPG_RUNS["detach"] |= {"arch": "detach"}
-PPG_RUNS["shared"] |= {"e_auxiliary": 2}
 PPO_RUNS = {"ppo": SIZES | {"env_id": "jumper", "seed": 18, "total_timesteps": 3 * T * N}}
 
-# a column of our metrics.csv: what they log
-PPG_COLUMNS = {
-    "losses/value_loss": "vf",
-    "losses/policy_loss": "pg_and_kl",
-    "losses/entropy": "entropy",
-    "losses/approx_kl_k2": "approxkl",
-    "losses/clipfrac": "clipfrac",
-    "losses/explained_variance": "VFStats/EV",
-    "losses/aux/kl_loss": "unscaled/pol_distance",
-    "losses/aux/aux_value_loss": "unscaled/vf_aux",
-    "losses/aux/real_value_loss": "unscaled/vf_true",
-    "charts/mean_return_100": "EpRewMean",
+COLUMNS = {  # a column of our metrics.csv: what PPG and PPO log
+    "losses/value_loss": ("vf", "loss/value_loss"),
+    "losses/policy_loss": ("pg_and_kl", "loss/policy_loss"),
+    "losses/entropy": ("entropy", "loss/policy_entropy"),
+    "losses/approx_kl_k2": ("approxkl", "loss/approxkl"),
+    "losses/clipfrac": ("clipfrac", "loss/clipfrac"),
+    "losses/explained_variance": ("VFStats/EV", "misc/explained_variance"),
+    "losses/aux/kl_loss": ("unscaled/pol_distance", None),
+    "losses/aux/aux_value_loss": ("unscaled/vf_aux", None),
+    "losses/aux/real_value_loss": ("unscaled/vf_true", None),
+    "charts/mean_return_100": ("EpRewMean", "eprewmean"),
 }
-PPO_COLUMNS = {
-    "losses/value_loss": "loss/value_loss",
-    "losses/policy_loss": "loss/policy_loss",
-    "losses/entropy": "loss/policy_entropy",
-    "losses/approx_kl_k2": "loss/approxkl",
-    "losses/clipfrac": "loss/clipfrac",
-    "losses/explained_variance": "misc/explained_variance",
-    "charts/mean_return_100": "eprewmean",
-}
+PPG_COLUMNS = {column: ppg for column, (ppg, _) in COLUMNS.items()}
+PPO_COLUMNS = {column: ppo for column, (_, ppo) in COLUMNS.items() if ppo}
 
 
 def weights(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
@@ -104,7 +95,7 @@ def their_names(names: list[str], arch: str) -> list[str]:
         module, *rest = name.split(".")
         if rest[0] == "stacks":
             stack, layer = divmod(int(rest[1]), 4)
-            rest[1:2] = [str(stack), *(["firstconv"] if layer == 0 else ["blocks", str(layer - 2)])]
+            rest[1] = f"{stack}.firstconv" if layer == 0 else f"{stack}.blocks.{layer - 2}"
         return ".".join([modules[module], *rest])
 
     return [their_name(name) for name in names]
@@ -125,7 +116,7 @@ def shapes_of(script, **flags) -> dict[str, tuple[int, ...]]:
 
 
 class Draws:
-    """The random numbers of a run, apart from the levels. NumPy keeps those of RandomState for ever."""
+    """The random numbers of a run, apart from the levels."""
 
     def __init__(self) -> None:
         self.uniform = np.random.RandomState(2).uniform  # action: argmax of log pi - log(-log(uniform))
@@ -143,8 +134,8 @@ def as_arrays(trace: dict[str, list], args: dict, columns: dict[str, str]) -> di
     """What a run has done: the actions of each step; losses, by their names, and projections of each iteration."""
     k = args["total_timesteps"] // (T * N)  # theirs may have an iteration more
     losses = [[row.get(name, np.nan) for name in columns.values()] for row in trace["losses"][:k]]
-    arrays = {"actions": np.array(trace["actions"][: k * T], dtype=np.uint8), "losses": np.array(losses)}
-    return arrays | {"projections": np.array(trace["projections"][:k])}
+    actions = np.array(trace["actions"][: k * T], dtype=np.uint8)
+    return {"actions": actions, "losses": np.array(losses), "projections": np.array(trace["projections"][:k])}
 
 
 def copy_in_float64(folder: str, copy: Path) -> None:
@@ -164,7 +155,7 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
     from phasic_policy_gradient.impala_cnn import ImpalaEncoder
 
     trace, draws = defaultdict(list), Draws()
-    names = their_names(list(shapes), args["arch"])
+    names, sizes = their_names(list(shapes), args["arch"]), list(shapes.values())
     minibatches, epochs = [], []  # statistics of the present iteration, of the present auxiliary phase
 
     class Environments(gym3.Wrapper):
@@ -189,7 +180,7 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
         """They log after each iteration, and after each epoch of an auxiliary phase."""
         logged = {name: float(x) for name, x in logger.getkvs().items()}
         state = model.state_dict()
-        projections = project([state[name].numpy() for name in names], list(shapes.values()))
+        projections = project([state[name].numpy() for name in names], sizes)
         if "Iter" in logged:
             # of separate epochs, those of the value function come first
             value_updates = minibatches[: args["e_value"] * args["num_minibatches"]]
@@ -213,8 +204,7 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
     levels = LEVELS | {"rand_seed": args["seed"]}
     venv = Environments(envs.get_venv(num_envs=N, env_name=args["env_id"], **levels))
     model = ppg.PhasicValueModel(venv.ob_space, venv.ac_space, lambda x: ImpalaEncoder(x.shape), arch=args["arch"])
-    initial = zip(names, weights(list(shapes.values())), strict=True)
-    model.load_state_dict({name: torch.from_numpy(x) for name, x in initial})
+    model.load_state_dict({name: torch.from_numpy(x) for name, x in zip(names, weights(sizes), strict=True)})
     options = {"nstep": T, "γ": 0.999, "λ": 0.95, "nminibatch": args["num_minibatches"], "verbose": False}
     options |= {"n_epoch_pi": args["e_policy"], "n_epoch_vf": args["e_value"], "lr": args["learning_rate"]}
     options |= {"clip_param": args["clip_coef"], "kl_penalty": args["kl_coef"]}
@@ -226,8 +216,8 @@ def run_ppg(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
         mock.patch.object(logger, "dumpkvs", dumpkvs),
     ):
         # an iteration more than ours: theirs ends without the auxiliary phase that follows the last one
-        num_steps = args["total_timesteps"] + 1
-        ppg.learn(model=model, venv=venv, ppo_hps=options, aux_lr=5e-4, interacts_total=num_steps, **phase)
+        phase["interacts_total"] = args["total_timesteps"] + 1
+        ppg.learn(model=model, venv=venv, ppo_hps=options, aux_lr=5e-4, **phase)
     return trace
 
 
@@ -243,7 +233,7 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
     from baselines.ppo2 import ppo2
     from procgen import ProcgenEnv
 
-    trace, draws, logged = defaultdict(list), Draws(), {}
+    trace, draws, logged, sizes = defaultdict(list), Draws(), {}, list(shapes.values())
 
     class Environments(VecEnvWrapper):
         def reset(self):
@@ -273,13 +263,13 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
         indices[:] = draws.permutation(len(indices))
 
     def load_weights():
-        for variable, x in zip(tf.trainable_variables("ppo2_model"), weights(list(shapes.values())), strict=True):
+        for variable, x in zip(tf.trainable_variables("ppo2_model"), weights(sizes), strict=True):
             variable.load(to_tensorflow(x), sess)
 
     def dumpkvs():
         trace["losses"].append(dict(logged))
         parameters = sess.run(tf.trainable_variables("ppo2_model"))
-        trace["projections"].append(project(parameters, list(shapes.values()), to_tensorflow))
+        trace["projections"].append(project(parameters, sizes, to_tensorflow))
 
     levels = LEVELS | {"rand_seed": args["seed"]}
     venv = Environments(VecExtractDictObs(ProcgenEnv(num_envs=N, env_name=args["env_id"], **levels), "rgb"))

@@ -11,13 +11,8 @@ import ppg_procgen
 import ppo_procgen
 
 
-@pytest.fixture
-def rng():
-    return np.random.default_rng(0)
-
-
-def test_gae_is_the_discounted_sum_of_the_errors_up_to_the_end_of_the_episode(rng):
-    T, N, gamma, lam = 12, 3, 0.9, 0.7
+def test_gae_is_the_discounted_sum_of_the_errors_up_to_the_end_of_the_episode():
+    T, N, gamma, lam, rng = 12, 3, 0.9, 0.7, np.random.default_rng(0)
     rewards, values, firsts = rng.normal(size=(T, N)), rng.normal(size=(T + 1, N)), rng.random((T + 1, N)) < 0.3
     expected = np.zeros((T, N))
     for n in range(N):
@@ -33,10 +28,10 @@ def test_gae_is_the_discounted_sum_of_the_errors_up_to_the_end_of_the_episode(rn
     np.testing.assert_allclose(ppg_procgen.compute_gae(*tensors, gamma, lam), expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("script", [ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])
-def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_far(script, rng):
+def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_far(script):
     """PPG: with those of the whole rollout; PPO: with those up to each step."""
-    N, gamma, normalizer = 30, 0.9, script.RewardNormalizer(script.Args(num_envs=30, reward_gamma=0.9))
+    N, gamma, rng = 30, 0.9, np.random.default_rng(0)
+    normalizer = script.RewardNormalizer(script.Args(num_envs=N, reward_gamma=gamma))
     sums, running, first = [], np.zeros(N), np.ones(N, bool)
 
     def normalized(rewards):
@@ -62,10 +57,10 @@ def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_fa
     assert result.abs().max() == 10
 
 
-def test_episode_statistics_count_all_episodes_across_rollouts(rng):
-    N, script = 5, ppg_procgen
-    args = script.Args(num_envs=N)
-    episodes, running, lengths, ended = script.EpisodeStatistics(args), np.zeros(N), np.zeros(N), []
+def test_episode_statistics_count_all_episodes_across_rollouts():
+    N, rng = 5, np.random.default_rng(0)
+    episodes, none = (ppg_procgen.EpisodeStatistics(ppg_procgen.Args(num_envs=N)) for _ in range(2))
+    running, lengths, ended = np.zeros(N), np.zeros(N), []
     firsts = np.ones((31, N))
     for _ in range(4):
         rewards = rng.normal(size=(30, N)).astype(np.float32)
@@ -81,8 +76,7 @@ def test_episode_statistics_count_all_episodes_across_rollouts(rng):
         expected |= {"charts/episodic_return": mean_return, "charts/episodic_length": mean_length}
         assert {name: x.item() for name, x in row.items()} == pytest.approx(expected, rel=1e-6)
     assert len(ended) > 100
-    none = script.EpisodeStatistics(args).update(torch.ones((3, N)), torch.zeros((4, N)))
-    assert all(math.isnan(x) for x in none.values())
+    assert all(math.isnan(x) for x in none.update(torch.ones((3, N)), torch.zeros((4, N))).values())
 
 
 def make_chunk(M=40, A=5):
@@ -175,20 +169,19 @@ def test_actions_are_drawn_from_the_policy():
 
 @pytest.mark.parametrize("arch, num_encoders", [("dual", 2), ("detach", 1), ("shared", 1)])
 def test_normalized_initialization(arch, num_encoders):
-    agent = make_agent(ppg_procgen, arch=arch)
-    weights = {name: x for name, x in agent.named_parameters() if name.endswith("weight")}
+    params = dict(make_agent(ppg_procgen, arch=arch).named_parameters())
+    weights = {name: x for name, x in params.items() if name.endswith("weight")}
     for name, weight in weights.items():
         scale = 0.1 if "head" in name else 1.4 if "dense" in name else 0.639 if "conv" in name else 1.0
         torch.testing.assert_close(weight.flatten(1).norm(dim=1), torch.full((len(weight),), scale), atol=1e-3, rtol=0)
-    assert all((x == 0).all() for name, x in agent.named_parameters() if name.endswith("bias"))
+    assert all((x == 0).all() for name, x in params.items() if name.endswith("bias"))
     assert len(weights) == num_encoders * 16 + 3
     # 626,256 parameters for a network with its policy and value head
-    assert sum(x.numel() for x in agent.parameters()) == num_encoders * (626_256 - 16 * 257) + 17 * 257
+    assert sum(x.numel() for x in params.values()) == num_encoders * (626_256 - 16 * 257) + 17 * 257
 
 
 def test_ppo_initialization():
-    agent = make_agent(ppo_procgen)
-    for name, x in agent.named_parameters():
+    for name, x in make_agent(ppo_procgen).named_parameters():
         if name.endswith("bias"):
             assert (x == 0).all()
         elif "head" in name:
@@ -222,11 +215,8 @@ def update_once(chunk_size=10, stale_gradients=False, losses=(ppg_procgen.aux_lo
     args = ppg_procgen.Args(chunk_size=chunk_size, cuda=False)
     agent = make_agent(ppg_procgen)
     optimizer = torch.optim.SGD(agent.parameters(), lr=1.0)  # unlike Adam's, its step shows the size of a gradient
-    minibatch = {
-        "obs": torch.randint(0, 256, (10, 64, 64, 3), dtype=torch.uint8),
-        "old_logits": torch.randn(10, 15),
-        "targets": torch.randn(10),
-    }
+    minibatch = {"obs": torch.randint(0, 256, (10, 64, 64, 3), dtype=torch.uint8)}
+    minibatch |= {"old_logits": torch.randn(10, 15), "targets": torch.randn(10)}
     if stale_gradients:
         for x in agent.parameters():
             x.grad = torch.randn_like(x)
@@ -258,8 +248,7 @@ def test_each_parameter_group_has_a_learning_rate_of_its_own(tmp_path, monkeypat
 
     def make_optimizer(agent, learning_rate, original=ppg_procgen.make_optimizer):
         optimizer = original(agent, learning_rate)
-        group = {"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(0.4)}
-        optimizer.add_param_group(group)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(0.4)})
         optimizers.append(optimizer)
         return optimizer
 

@@ -105,7 +105,7 @@ def test_evaluation_does_not_touch_training(evaluated, run):
 
 def test_evaluations_come_at_their_interval_and_at_the_end(run, script, monkeypatch):
     monkeypatch.setattr(script, "evaluate", lambda *_: np.array([1.0, 2]))
-    rows = read_rows(run(script, total_timesteps=4 * 64, eval_interval=3))
+    rows = read_rows(run(script, eval_interval=3))  # of four iterations
     assert [row["eval/test_return"] for row in rows] == ["", "", "1.5", "1.5"]
 
 
@@ -196,11 +196,9 @@ def test_other_environments_are_played_by_their_seeds_greedily_in_hard_mode_with
     assert len(frames) == 3
 
 
-def test_a_video_has_procgens_own_images(tmp_path):
-    script = SimpleNamespace(
-        make_envs=ppg_procgen.make_envs, evaluate=lambda _, envs, seed: envs.step(np.zeros(4, int))
-    )
-    tool.record_video(script, None, ppg_procgen.Args(), [1, 2, 3, 4], 1, tmp_path / "x.mp4")
+def test_a_video_has_procgens_own_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppg_procgen, "evaluate", lambda _, envs, seed: envs.step(np.zeros(4, int)))
+    tool.record_video(ppg_procgen, None, ppg_procgen.Args(), [1, 2, 3, 4], 1, tmp_path / "x.mp4")
     _, frame = imageio_ffmpeg.read_frames(str(tmp_path / "x.mp4"))
     assert np.frombuffer(frame, np.uint8).reshape(512, 4, 512, 3).std((0, 2, 3)).min() > 5  # none is blank
 
@@ -218,8 +216,8 @@ BAD = {
 def test_bad_arguments_are_refused(flags, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.save({}, "agent.pt")
+    (tmp_path / "out").mkdir()
     for path in ("out/summary.csv", "my_ppg.py", "copy_of_my_ppg.py", "args.json"):
-        (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text('{"args": {}}' if path == "args.json" else SOURCE)
     with pytest.raises(SystemExit, match="2"):
         command(tmp_path, *flags.split())

@@ -49,10 +49,8 @@ def test_bigfish():
     rows = table("network, phase after iteration").values()
     for ((name, k), kl), cells in zip(phases.items(), rows, strict=True):
         spans = [(k - 3, k), (k + 1, k + 4)]
-        assert cells == [
-            [f"{kl:.4f}"],
-            *(means([name], *span, column) for column in (VARIANCE, RETURN) for span in spans),
-        ]
+        around = [means([name], *span, column) for column in (VARIANCE, RETURN) for span in spans]
+        assert cells == [[f"{kl:.4f}"], *around]
 
 
 @pytest.mark.parametrize("env_id, ppos", [("starpilot", (1, 2)), ("fruitbot", (7, 8))])

@@ -37,11 +37,11 @@ def write_run(root, env_id="starpilot", exp_name="ppg_procgen", seed=1, *, num_r
     return folder
 
 
-def write_events(folder, returns, steps) -> None:
-    """TensorBoard events as CleanRL writes them: a return an episode."""
+def write_events(folder, returns) -> None:
+    """TensorBoard events as CleanRL writes them: a return an episode, here every 10 steps."""
     with SummaryWriter(folder) as writer:
-        for value, step in zip(returns, steps, strict=True):
-            writer.add_scalar("charts/episodic_return", np.float32(value), step)
+        for k, value in enumerate(returns):
+            writer.add_scalar("charts/episodic_return", np.float32(value), 10 * k)
 
 
 def curve(values, steps, seed=1) -> pd.DataFrame:
@@ -87,8 +87,7 @@ def test_value_at_step():
 
 def test_tables_are_those_of_scipy_and_rliable():
     x, y = np.random.default_rng(0).normal(size=(2, 5, 16)).round(1)  # rounded, so that there are ties
-    table = report.aggregate_table({"ours": x, "PPO": y}, "ppo", reps=200)
-    [ours, other] = rows_of(f"# title\n{table}", "# title")[1:]
+    [ours, other] = rows_of("#\n" + report.aggregate_table({"ours": x, "PPO": y}, "ppo", reps=200), "#")[1:]
     expected = x.mean(), scipy.stats.trim_mean(x, 0.25, axis=None), metrics.probability_of_improvement(x, y)
     for cell, value in zip(ours[2:], expected, strict=True):
         point, low, high = map(float, re.findall(r"-?\d\.\d+", cell))
@@ -119,17 +118,9 @@ def test_a_line_is_the_mean_of_all_runs_and_ends_with_the_first(x):
     assert line.get_xdata().tolist() == steps[:40].tolist() and set(line.get_ydata()) == {220 / 3}
 
 
-def test_no_two_groups_look_alike():
-    ours = [f"ppg_n_pi_{k}" for k in range(15)] + ["ppg_procgen", "ppg_detach", "ppg_procgen --arch detach"]
-    published = [f"PPO (openai/{source})" for source in ("train-procgen", "phasic-policy-gradient")]
-    looks = report.looks([group + levels for levels in ("", report.UNSEEN) for group in ours + published])
-    assert len(set(looks.values())) == len(looks) == 40
-    assert all(looks[group][0] == looks[group + report.UNSEEN][0] for group in ours)
-
-
 def test_runs_are_found_once_and_read(tmp_path):
     folder = write_run(tmp_path / "sweep" / "runs", "maze", "wide", 3, num_levels=200, distribution_mode="hard")
-    write_events(folder / "wandb", [1], [1])  # inside a run folder: not a run
+    write_events(folder / "wandb", [1])  # inside a run folder: not a run
     with open(folder / "metrics.csv", "a") as file:
         file.write("1654784,3636,10")  # the running script has not yet written all of 104
     runs, curves, notes = report.load_runs((tmp_path, tmp_path / "sweep", folder))
@@ -141,7 +132,7 @@ def test_runs_are_found_once_and_read(tmp_path):
 
 def test_cleanrl_events_become_means_of_the_last_100_episodes(tmp_path):
     returns = np.random.default_rng(0).normal(5, 2, 300)
-    write_events(tmp_path / "bigfish__ppo__7__1700000000", returns, np.arange(300) * 10)
+    write_events(tmp_path / "bigfish__ppo__7__1700000000", returns)
     runs, curves, _ = report.load_runs((tmp_path,))
     assert runs.iloc[0][["group", "env_id", "seed"]].tolist() == ["ppo (TensorBoard)", "bigfish", 7]
     last_100 = [returns[max(0, k - 99) : k + 1].mean() for k in range(300)]
@@ -209,8 +200,8 @@ def test_it_starts_as_a_file_anywhere_and_as_a_module(tmp_path, command):
 
 
 def test_a_page_on_many_levels(tmp_path):
-    for env_id, seed in [("maze", 1), ("maze", 2), ("maze", 3), ("maze", 4), ("miner", 1), ("miner", 2), ("miner", 3)]:
-        write_run(tmp_path / "runs", env_id, seed=seed)
+    for k in range(7):
+        write_run(tmp_path / "runs", "miner" if k > 3 else "maze", seed=k % 4 + 1)
     page = make_page(tmp_path / "out", tmp_path / "runs", step=96 * BATCH, thresholds=(4, 104))
     [header, maze, _] = rows_of(page, "### Return at 1,572,864 steps")
     assert header == ["game", "ppg_procgen", "PPO (openai/train-procgen)"] and maze[1].endswith("] (4)")

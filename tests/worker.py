@@ -113,17 +113,6 @@ def install_recording(script, setattr) -> list[tuple[torch.Tensor, torch.Tensor,
     return record
 
 
-def install_step(script, setattr, wrapper) -> None:
-    """Let wrapper(step, actions) step the environments."""
-
-    def make_envs(*args, original=script.make_envs, **options):
-        envs = original(*args, **options)
-        envs.step = functools.partial(wrapper, envs.step)
-        return envs
-
-    setattr(script, "make_envs", make_envs)
-
-
 def install_kill(script, setattr, target: str, k: int, number: int = signal.SIGKILL) -> None:
     """Signal this process at the k-th call of a function that the script sees under the name target, or at the k-th
     step of the environments."""
@@ -133,9 +122,14 @@ def install_kill(script, setattr, target: str, k: int, number: int = signal.SIGK
             os.kill(os.getpid(), number)
         return original(*args, **kwargs)
 
+    def make_envs(*args, original=script.make_envs, **options):
+        envs = original(*args, **options)
+        envs.step = functools.partial(counting, envs.step)
+        return envs
+
     calls = itertools.count(1)
     if target == "step":
-        return install_step(script, setattr, counting)
+        return setattr(script, "make_envs", make_envs)
     path, _, name = target.rpartition(".")
     owner = attrgetter(path)(script) if path else script
     original = getattr(owner, name)
