@@ -1,5 +1,5 @@
-"""Our scripts against whole training runs of openai/phasic-policy-gradient and openai/baselines (published_runs.py):
-the real main, network and games, with the same first weights, levels, noise and order of samples."""
+"""Our scripts against whole training runs of openai/phasic-policy-gradient and openai/baselines, made by
+benchmark/reference/published_runs.py: the real main, network and games, the same first weights, levels and draws."""
 
 import sys
 from pathlib import Path
@@ -9,27 +9,29 @@ import pytest
 import tensorflow_habits
 import torch
 from conftest import read_rows, train
-from published_runs import PPG_COLUMNS, PPG_RUNS, PPO_COLUMNS, PPO_RUNS, RESULTS, Draws, N, T, project, weights
 from worker import use_float64
 
 import ppg_procgen
 import ppo_procgen
+from benchmark.reference import published_runs as published
 
-RUNS = {name: (ppg_procgen, args, PPG_COLUMNS) for name, args in PPG_RUNS.items()}
-RUNS |= {name: (ppo_procgen, args, PPO_COLUMNS) for name, args in PPO_RUNS.items()}
-PUBLISHED = np.load(RESULTS)
+N, T = published.N, published.T
+RUNS = {name: (ppg_procgen, args, published.PPG_COLUMNS) for name, args in published.PPG_RUNS.items()}
+RUNS |= {name: (ppo_procgen, args, published.PPO_COLUMNS) for name, args in published.PPO_RUNS.items()}
+PUBLISHED = np.load(published.RESULTS)
 
 
 def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
     """Train with the first weights and the draws of the published run. Returns what it did."""
     script, args, columns = RUNS[name]
-    draws, agents, actions, projections = Draws(), [], [], []
+    draws, agents, actions, projections = published.Draws(), [], [], []
 
     class FixedAgent(script.Agent):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             agents.append(self)
-            for parameter, x in zip(self.parameters(), weights([x.shape for x in self.parameters()]), strict=True):
+            weights = published.weights([x.shape for x in self.parameters()])
+            for parameter, x in zip(self.parameters(), weights, strict=True):
                 parameter.data.copy_(torch.from_numpy(x))
 
     def sample(pi, generator=None):
@@ -55,7 +57,7 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
     def log(self, row, original=script.Run.log):
         original(self, row)
         parameters = [x.detach().numpy() for x in agents[0].parameters()]
-        projections.append(project(parameters, [x.shape for x in parameters]))
+        projections.append(published.project(parameters, [x.shape for x in parameters]))
 
     if script is ppo_procgen:
         tensorflow_habits.install(setattr)

@@ -1,10 +1,10 @@
 """Train with the published codes, whole runs on real Procgen, and write what they did to published_runs.npz, for
-test_published_runs.py:
+tests/test_published_runs.py:
 
     git clone https://github.com/openai/phasic-policy-gradient ppg && git -C ppg checkout 7295473
     git clone https://github.com/openai/baselines && git -C baselines checkout 9ee399f
     pip install tensorflow-cpu==2.15.1 "numpy<2" gym==0.26.2 procgen-mirror torch tyro scipy joblib cloudpickle
-    python tests/published_runs.py ppg baselines
+    python benchmark/reference/published_runs.py ppg baselines
 
 in an environment of its own with Python 3.11. TensorFlow 2.15 stands in for 1.15, and one process for MPI.
 
@@ -292,7 +292,7 @@ def run_ppo(args: dict, shapes: dict[str, tuple[int, ...]]) -> dict[str, list]:
 def main(ppg_folder: str, baselines_folder: str) -> None:
     import torch
 
-    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path.append(str(Path(__file__).resolve().parents[2]))
     import ppg_procgen
     import ppo_procgen
 
