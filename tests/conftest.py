@@ -42,9 +42,6 @@ def level_seeds(envs) -> list[int]:
     return envs.reset()[1]["level_seed"].tolist()
 
 
-# ---- runs in this process
-
-
 def train(script, args, small: bool = True) -> Path:
     """A script's main in this process, with a small network unless the test is about the real one."""
     with pytest.MonkeyPatch.context() as patch:
@@ -115,9 +112,6 @@ def comparable(run_dir: Path) -> tuple[list[dict[str, str]], dict[str, torch.Ten
 def same(run_dir: Path, other: Path) -> bool:
     (rows, weights), (other_rows, other_weights) = comparable(run_dir), comparable(other)
     return rows == other_rows and all(torch.equal(weights[name], other_weights[name]) for name in weights)
-
-
-# ---- processes
 
 
 class Process:
