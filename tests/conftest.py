@@ -13,7 +13,9 @@ import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for runs this small, and their processes, threads cost more than they give
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it, and so would what tests start
+# a background job and nohup ignore these signals, and so would what tests start
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
