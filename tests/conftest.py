@@ -13,9 +13,8 @@ import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for runs this small, and their processes, threads cost more than they give
-# a background job and nohup ignore these signals, and so would what tests start
-signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs and nohup ignore these two,
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so would what tests start
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

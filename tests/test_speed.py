@@ -126,7 +126,7 @@ def test_updates_do_not_wait_and_are_in_channels_last(run, monkeypatch, setting)
     script, flags, convolutions = SETTINGS[setting]
     step, seen = script.gradient_step, set()
     monkeypatch.setattr(script, "gradient_step", watched)
-    run(script, small=False, num_steps=8, total_timesteps=64, **flags)
+    run(script, small=False, num_steps=8, num_envs=2, total_timesteps=32, **flags)
     assert seen == convolutions
     with pytest.raises(AssertionError, match="waits"), Watch():
         torch.ones(1).item()

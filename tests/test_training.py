@@ -90,7 +90,7 @@ def test_the_policy_is_its_own_clone_as_the_auxiliary_phase_begins(run, monkeypa
 
     seen = []
     monkeypatch.setattr(ppg_procgen, "aux_loss", aux_loss)
-    rows = read_rows(run(small=False, env_id="bossfight", aux_dtype=dtype, total_timesteps=128))
+    rows = read_rows(run(small=False, env_id="bossfight", aux_dtype=dtype, num_envs=2, total_timesteps=64))
     assert abs(seen[0]) < 1e-8 < 1e-4 < min(seen[1:]) and float(rows[-1]["losses/aux/first_kl_loss"]) == seen[0]
 
 
@@ -250,6 +250,7 @@ def test_tensorboard_shows_what_the_table_holds(trained, script):
     assert set(wanted.split()) | {"clipfrac", "explained_variance"} <= {name.split("/")[-1] for name in rows[0]}
 
 
+@pytest.mark.slow
 def test_two_tracked_runs_in_one_process_are_two_runs(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -258,6 +259,7 @@ def test_two_tracked_runs_in_one_process_are_two_runs(run, monkeypatch):
         conftest.wait_for(lambda history=history: b"losses/policy_loss" in history.read_bytes())
 
 
+@pytest.mark.slow
 def test_weights_and_biases_go_on_in_the_same_run_after_a_kill(tmp_path, start):
     environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_SERVICE": ""}  # not that of another test
     kill, run_dir = {"target": "gradient_step", "k": 20}, tmp_path / "run"
