@@ -1,6 +1,6 @@
 """Phasic Policy Gradient (Cobbe et al., 2021, https://arxiv.org/abs/2009.04416) on Procgen.
 
-    python ppg_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
+    python ppg_procgen.py --env-id starpilot  # faster: --aux-dtype bfloat16 --cuda-graphs --compile
 
 Each iteration, the policy phase                              in the code
     rollouts of T steps in N environments                     act
@@ -9,21 +9,20 @@ Each iteration, the policy phase                              in the code
     add observations and targets to the buffer B
 After N_pi iterations, the auxiliary phase
     pi_old on all of B, E_aux epochs on L_joint + L_value     aux_loss
-
 Why: learning values improves the features of the policy's network, but would disturb the policy. So
 values have a network of their own, and only in a rare second phase does a head on the policy's
 features learn them too, while a KL loss holds the policy where it was.
-PPG is sections 2 to 4. On a first reading, skip all others, CudaGraphs, run.keep (what a resumed
-run needs), gather and average_grads (several GPUs). M: samples, A: actions; a rollout is T steps
-of one environment. [PPG-k]: a detail of the authors' code that is easily missed.
-How to change it:
+
+PPG is sections 2 to 4. On a first reading, skip run.keep in them (it saves what a resumed run
+needs), CudaGraphs (speed), gather and average_grads (several GPUs). M is a number of samples, A of
+actions; a rollout is T steps of one environment. [PPG-k] marks a detail of the authors' code that
+is easily missed. How to change it:
     a loss           write f(args, out, chunk) as in section 3, and name it in train
     the network      ImpalaCNN, and its heads in Agent and Outputs
     what B stores    a name of rollout and an example (T, N, ...), in the call of make_buffer
-    a coefficient    one that changes: mb["c"] = a 0-dim tensor on the device; losses get it whole
     the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
-    records          to log: row["name"] = x; kept for a resume: x = run.keep("name", x)
-Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help).
+    what is logged   row["name"] = x; and saved for a resumed run: x = run.keep("name", x)
+    a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
 """
 
 # /// script
@@ -37,7 +36,6 @@ Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help).
 # ]
 # ///
 
-import contextlib
 import csv
 import ctypes
 import gc
@@ -178,6 +176,13 @@ class ImpalaCNN(nn.Module):
         return self.dense(x).relu()
 
 
+def encode(encoder, obs, bf16):
+    """Features in float32: the heads stay in it, because bfloat16 has steps of 1/8 near 20."""
+    # no cache: a CUDA graph would keep the cached weights
+    with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
+        return encoder(obs).float()
+
+
 class Outputs(NamedTuple):
     logits: Tensor  # (M, A)
     aux_values: Tensor  # (M,), learned in the auxiliary phase only
@@ -201,16 +206,13 @@ class Agent(nn.Module):
         self.value_head = normalized_init(nn.Linear(ImpalaCNN.num_features, 1), 0.1)
 
     def forward(self, obs: Tensor, bf16: bool = False) -> Outputs:
-        """obs: (M, height, width, channels). bf16: for the encoders; heads stay in float32, because
-        bfloat16 has steps of 1/8 near 20."""
-        # no cache: a CUDA graph would keep the cached weights
-        with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
-            features = self.policy_encoder(obs).float()
-            value_features = features
-            if self.arch == "dual":
-                value_features = self.value_encoder(obs).float()
-            elif self.arch == "detach":  # L_value must not train the encoder
-                value_features = features.detach()
+        """obs: (M, height, width, channels). bf16: the encoders compute in bfloat16."""
+        features = encode(self.policy_encoder, obs, bf16)
+        value_features = features
+        if self.arch == "dual":
+            value_features = encode(self.value_encoder, obs, bf16)
+        elif self.arch == "detach":
+            value_features = features.detach()  # L_value must not train the encoder
         logits = self.policy_head(features)
         aux_values = self.aux_value_head(features).squeeze(-1)
         values = self.value_head(value_features).squeeze(-1)
@@ -359,7 +361,8 @@ def make_optimizer(agent, learning_rate):
 
 # ---- 4 Training loop ----
 def train(args: Args, run: "Run"):
-    """Algorithm 1 of the paper. run.keep: save this, and in a resumed run restore it."""
+    """Algorithm 1 of the paper. run.keep(name, x) returns x. It saves x in checkpoints, and
+    restores it in a resumed run."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
@@ -368,17 +371,20 @@ def train(args: Args, run: "Run"):
     first_obs = torch.from_numpy(envs.reset()[0])
     run.keep("envs", envs, per_rank=True)
     agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
-    # [PPG-3] Each has all parameters, but moves only those that its losses reach
+    # [PPG-3] Each optimizer has all parameters, but a step moves only those that its losses reach.
+    # The second is for value epochs where E_V is not E_pi, the third for the auxiliary phase.
     optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
     value_optimizer = run.keep("value_optimizer", make_optimizer(agent, args.learning_rate))
     aux_optimizer = run.keep("aux_optimizer", make_optimizer(agent, args.aux_learning_rate))
+
+    # Flags for speed. These names compute the same as act and gradient_step.
     bf16 = args.aux_dtype == "bfloat16"
     if args.compile:
         compile_encoders(agent)
-    act_step = CudaGraphs(act) if args.cuda_graphs else act  # the same, only faster
+    act_step = CudaGraphs(act) if args.cuda_graphs else act
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. Row T of obs and firsts is row 0 of the next, so it is kept
+    # A rollout, time first. It begins with row T of the last, so this row is kept.
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
     run.keep("next_obs", obs[T], per_rank=True)
@@ -476,6 +482,9 @@ def train(args: Args, run: "Run"):
 
 
 # ---- 5 Environment, episodes, evaluation: you have read PPG, the rest is plumbing ----
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
+
 class ProcgenVectorEnv:
     """Procgen resets itself: the last step of an episode gives the first observation of the next.
     Its time limits count as terminations, as in all published results."""
@@ -498,9 +507,6 @@ class ProcgenVectorEnv:
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
-
-
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
 
 
 def make_envs(args, seed, start_level, num_levels, **options):
@@ -572,8 +578,8 @@ def set_up_device(args):
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
         libc = ctypes.CDLL(None)
-        if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def compile_encoders(agent):
@@ -632,8 +638,7 @@ def make_buffer(args, **examples):
         print(f"the buffer B: {size / 1e9:.1f} GB on {device}", flush=True)
         for name, x in examples.items():  # written to, so that missing memory shows now
             shape = (len(x), args.n_iteration * args.num_envs, *x.shape[2:])
-            empty = math.nan if x.is_floating_point() else 0
-            buffer[name] = torch.full(shape, empty, dtype=x.dtype, device=device)
+            buffer[name] = torch.full(shape, 0, dtype=x.dtype, device=device)
     return buffer
 
 
@@ -742,8 +747,7 @@ class Run:
 
     def save(self, iteration):
         ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
-        modules = nn.ModuleList(x for x in self.shared.values() if isinstance(x, nn.Module))
-        sums = all_ranks(sum(x.abs().sum().item() for x in modules.parameters()))
+        sums = all_ranks(sum(x.abs().sum().item() for x in self.shared["agent"].parameters()))
         assert max(sums) - min(sums) <= 1e-6 * max(sums), f"ranks have different weights: {sums}"
         if RANK > 0:
             return
@@ -799,12 +803,6 @@ def check(args):
     require(not is_old or args.aux_dtype == "float32", "this GPU has no bfloat16")
 
 
-MAY_CHANGE = {  # what --resume may change
-    "cuda", "compile", "cuda_graphs", "aux_dtype", "buffer_on_cpu", "env_threads", "chunk_size",
-    "eval_interval", "track", "wandb_project_name", "wandb_entity",
-}  # fmt: skip
-
-
 def parse_args():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.resume is None:
@@ -821,7 +819,9 @@ def parse_args():
     args = tyro.cli(Args, default=default)
     if args.device == "cpu":  # the run began on a GPU, perhaps
         args = replace(args, compile=False, cuda_graphs=False)
-    changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - MAY_CHANGE
+    may_change = {"cuda", "compile", "cuda_graphs", "aux_dtype", "buffer_on_cpu", "env_threads"}
+    may_change |= {"chunk_size", "eval_interval", "track", "wandb_project_name", "wandb_entity"}
+    changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - may_change
     require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
     return args
 
@@ -836,10 +836,10 @@ def main(args):
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
-    lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
-    with lock:  # fails if another process has it
+    with FileLock(folder / f"lock{RANK}", timeout=0):  # fails if another process has it
         if RANK == 0 and args.resume is None:
-            require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
+            is_empty = all(x.name.startswith("lock") for x in folder.iterdir())
+            require(is_empty, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
             shutil.copy(__file__, folder)
             (folder / "args.json").write_text(json.dumps(about, indent=2))

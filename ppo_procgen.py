@@ -1,10 +1,11 @@
 """Proximal Policy Optimization as in the Procgen paper (https://arxiv.org/abs/1912.01588).
 
-    python ppo_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
+    python ppo_procgen.py --env-id starpilot    # faster: --cuda-graphs --compile
 
-Sections 2 to 4 are the algorithm, as in ppg_procgen.py where both agree. M: samples, A: actions; a
-rollout is T steps of one environment. Departures from openai/train-procgen: torch's Adam and
-pooling; rewards are normalized over all ranks. Faster: --cuda-graphs, --compile (see --help).
+PPO is sections 2 to 4, as in ppg_procgen.py where both agree. On a first reading, skip run.keep in
+them (it saves what a resumed run needs), CudaGraphs (speed), gather and average_grads (several
+GPUs). M is a number of samples, A of actions; a rollout is T steps of one environment. Departures
+from openai/train-procgen: torch's Adam and pooling; rewards are normalized over all ranks.
 """
 
 # /// script
@@ -18,7 +19,6 @@ pooling; rewards are normalized over all ranks. Faster: --cuda-graphs, --compile
 # ]
 # ///
 
-import contextlib
 import csv
 import ctypes
 import gc
@@ -288,7 +288,8 @@ def make_optimizer(agent, learning_rate):
 
 # ---- 4 Training loop ----
 def train(args: Args, run: "Run"):
-    """Proximal Policy Optimization. run.keep: save this, and in a resumed run restore it."""
+    """Proximal Policy Optimization. run.keep(name, x) returns x. It saves x in checkpoints, and
+    restores it in a resumed run."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
@@ -298,12 +299,14 @@ def train(args: Args, run: "Run"):
     run.keep("envs", envs, per_rank=True)
     agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
     optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
+
+    # Flags for speed. These names compute the same as act and gradient_step.
     if args.compile:
         compile_encoders(agent)
-    act_step = CudaGraphs(act) if args.cuda_graphs else act  # the same, only faster
+    act_step = CudaGraphs(act) if args.cuda_graphs else act
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. Row T of obs and firsts is row 0 of the next, so it is kept
+    # A rollout, time first. It begins with row T of the last, so this row is kept.
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
     run.keep("next_obs", obs[T], per_rank=True)
@@ -368,6 +371,9 @@ def train(args: Args, run: "Run"):
 
 
 # ---- 5 Environment, episodes, evaluation: you have read PPO, the rest is plumbing ----
+NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
+
+
 class ProcgenVectorEnv:
     """Procgen resets itself: the last step of an episode gives the first observation of the next.
     Its time limits count as terminations, as in all published results."""
@@ -390,9 +396,6 @@ class ProcgenVectorEnv:
         self.games.act(actions)
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
-
-
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
 
 
 def make_envs(args, seed, start_level, num_levels, **options):
@@ -464,8 +467,8 @@ def set_up_device(args):
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
         libc = ctypes.CDLL(None)
-        if libc.mallopt(-3, 2**30):  # M_MMAP_THRESHOLD, which an old glibc refuses
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
 def compile_encoders(agent):
@@ -619,8 +622,7 @@ class Run:
 
     def save(self, iteration):
         ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
-        modules = nn.ModuleList(x for x in self.shared.values() if isinstance(x, nn.Module))
-        sums = all_ranks(sum(x.abs().sum().item() for x in modules.parameters()))
+        sums = all_ranks(sum(x.abs().sum().item() for x in self.shared["agent"].parameters()))
         assert max(sums) - min(sums) <= 1e-6 * max(sums), f"ranks have different weights: {sums}"
         if RANK > 0:
             return
@@ -672,12 +674,6 @@ def check(args):
     require(on_gpu or not (args.compile or args.cuda_graphs), "--compile, --cuda-graphs: no GPU")
 
 
-MAY_CHANGE = {  # what --resume may change
-    "cuda", "compile", "cuda_graphs", "env_threads", "chunk_size", "checkpoint_interval",
-    "eval_interval", "track", "wandb_project_name", "wandb_entity",
-}  # fmt: skip
-
-
 def parse_args():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.resume is None:
@@ -694,7 +690,9 @@ def parse_args():
     args = tyro.cli(Args, default=default)
     if args.device == "cpu":  # the run began on a GPU, perhaps
         args = replace(args, compile=False, cuda_graphs=False)
-    changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - MAY_CHANGE
+    may_change = {"cuda", "compile", "cuda_graphs", "env_threads", "chunk_size", "eval_interval"}
+    may_change |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity"}
+    changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - may_change
     require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
     return args
 
@@ -709,10 +707,10 @@ def main(args):
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
-    lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
-    with lock:  # fails if another process has it
+    with FileLock(folder / f"lock{RANK}", timeout=0):  # fails if another process has it
         if RANK == 0 and args.resume is None:
-            require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
+            is_empty = all(x.name.startswith("lock") for x in folder.iterdir())
+            require(is_empty, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
             shutil.copy(__file__, folder)
             (folder / "args.json").write_text(json.dumps(about, indent=2))

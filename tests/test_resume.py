@@ -179,7 +179,7 @@ def test_two_objects_cannot_be_kept_under_one_name(tmp_path):
 
 
 def test_a_run_in_use_is_refused(stopped):
-    with FileLock(stopped / "lock"), pytest.raises(Timeout, match="could not be acquired"):
+    with FileLock(stopped / "lock0"), pytest.raises(Timeout, match="could not be acquired"):
         resume(ppg_procgen, stopped)
     resume(ppg_procgen, stopped)
 
