@@ -1,27 +1,28 @@
 """Phasic Policy Gradient (Cobbe et al., 2021, https://arxiv.org/abs/2009.04416) on Procgen.
 
-    python ppg_procgen.py --env-id starpilot  # faster: --aux-dtype bfloat16 --cuda-graphs --compile
+    python ppg_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
 
+If policy and values share a network, the value loss disturbs the policy; if each has its own, the
+policy's features learn nothing from values. PPG has two networks. After every N_pi iterations, an
+auxiliary head on the policy's network, used for nothing else, learns values too, while a KL loss
+holds the policy where it was.
 Each iteration, the policy phase                              in the code
-    rollouts of T steps in N environments                     act
+    a rollout: T steps in each of N environments              act (one step)
     advantages and value targets V_targ                       compute_gae
     E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_loss, value_loss
     add observations and targets to the buffer B
 After N_pi iterations, the auxiliary phase
     pi_old on all of B, E_aux epochs on L_joint + L_value     aux_loss
-Why: learning values improves the features of the policy's network, but would disturb the policy. So
-values have a network of their own, and only in a rare second phase does a head on the policy's
-features learn them too, while a KL loss holds the policy where it was.
 
-PPG is sections 2 to 4. On a first reading, skip run.keep in them (it saves what a resumed run
-needs), CudaGraphs (speed), gather and average_grads (several GPUs). M is a number of samples, A of
-actions; a rollout is T steps of one environment. [PPG-k] marks a detail of the authors' code that
-is easily missed. How to change it:
+PPG is sections 2 to 4. On a first reading, ignore what saves a run, makes it faster (--aux-dtype
+bfloat16, --cuda-graphs, --compile), or spreads it over GPUs: run.keep, CudaGraphs, bf16, gather,
+average_grads. M is a number of samples, A of actions. [PPG-k] marks a detail of the authors' code
+that is easily missed. How to change it:
     a loss           write f(args, out, chunk) as in section 3, and name it in train
     the network      ImpalaCNN, and its heads in Agent and Outputs
-    what B stores    a name of rollout and an example (T, N, ...), in the call of make_buffer
+    what B stores    in the call of make_buffer: actions=torch.empty((T, N), dtype=torch.int64)
     the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
-    what is logged   row["name"] = x; and saved for a resumed run: x = run.keep("name", x)
+    records          to log: row["name"] = x; to save for a resumed run: run.keep(name=x)
     a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
 """
 
@@ -36,6 +37,7 @@ is easily missed. How to change it:
 # ]
 # ///
 
+import contextlib
 import csv
 import ctypes
 import gc
@@ -58,9 +60,10 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun starts several, each with its environments and GPU
+RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU; else there is one
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+NUM_LEVELS = 2**31 - 1  # of Procgen, from 0
 
 
 # ---- 1 Arguments ----
@@ -70,15 +73,15 @@ Game = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)  # fixed for a run; hashed by identity, as a key of CudaGraphs
+@dataclass(frozen=True)
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
-    seed: int = 1  # fixes all bits on a CPU, with the number of threads
+    seed: int = 1  # on a CPU, the same seed and threads give the same bits
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run to continue
-    eval_interval: int = 0  # iterations between evaluations on unseen levels
+    eval_interval: int = 0  # iterations between evaluations, on unseen levels if there are any
     cuda: bool = True  # use the GPU if there is one
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
@@ -95,7 +98,7 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount of reward normalization, the authors' value
+    reward_gamma: float = 0.99  # discount in reward normalization only, as the authors'
     num_minibatches: int = 8  # minibatches of an epoch over T * N samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: int = 1  # E_V: value epochs of an iteration
@@ -104,15 +107,16 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the squared error of values
     max_grad_norm: float = 0.0  # clip the gradient's norm; 0: no clipping
-    # dual: two networks; detach: one, its value head reads detached features; shared: one
+    # dual: two networks; detach: one, which the value loss does not train; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; short runs: 8
+    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; below 3M steps: 8
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
     num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
-    # of encoders in the auxiliary phase; bfloat16: RTX 30 and later, CPUs with AMX, avx512_bf16
+    # speed and memory
+    # for encoders, in the auxiliary phase. bfloat16: RTX 30 and later, CPUs with AMX, avx512_bf16
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
@@ -176,13 +180,6 @@ class ImpalaCNN(nn.Module):
         return self.dense(x).relu()
 
 
-def encode(encoder, obs, bf16):
-    """Features in float32: the heads stay in it, because bfloat16 has steps of 1/8 near 20."""
-    # no cache: a CUDA graph would keep the cached weights
-    with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
-        return encoder(obs).float()
-
-
 class Outputs(NamedTuple):
     logits: Tensor  # (M, A)
     aux_values: Tensor  # (M,), learned in the auxiliary phase only
@@ -190,8 +187,7 @@ class Outputs(NamedTuple):
 
 
 class Agent(nn.Module):
-    """dual: policy and auxiliary value heads on one encoder, the value head on another. detach: all
-    on one encoder, which the value head does not train. shared: all train it."""
+    """Policy and auxiliary value heads on one encoder. The value head: see Args.arch."""
 
     def __init__(self, args: Args, envs):
         super().__init__()
@@ -220,7 +216,7 @@ class Agent(nn.Module):
 
 
 class Policy:
-    """pi(.|o) at M observations: categorical, from logits (M, A). It never waits for the GPU."""
+    """pi(.|o) from logits (M, A), as torch's Categorical, but it never waits for the GPU."""
 
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
@@ -248,14 +244,14 @@ class RewardNormalizer:
     def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        # number, sum, sum of squares of all R_t; begins as a weak prior of variance 1
+        # sums of all R_t**k, k = 0, 1, 2, after a weak prior of variance 1
         self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
 
     def __call__(self, raw_rewards, firsts):
         """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
         for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
             self.returns = reward + self.gamma * (1 - first) * self.returns
-            self.moments += torch.stack([self.returns**0, self.returns, self.returns**2]).sum(1)
+            self.moments += torch.stack([self.returns**k for k in (0, 1, 2)]).sum(1)
         number, total, squares = self.moments
         variance = squares / number - (total / number) ** 2
         return (raw_rewards / (variance + 1e-8).sqrt()).clamp(-10, 10)
@@ -274,15 +270,15 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs, and the chunk of a minibatch that they are for: tensors (M, ...)
-# by name. It returns (loss, statistics to log), which must be means over samples: gradient_step
-# averages them over chunks. Nothing in it may wait for the GPU (.item()).
+# A loss takes the agent's outputs for a chunk, which is a part of a minibatch: tensors (M, ...) by
+# name. It returns (loss, statistics to log). All of these must be means over the M samples, because
+# gradient_step averages over chunks. A loss must not wait for the GPU, as .item() does.
 def policy_loss(args: Args, out: Outputs, chunk: dict):
-    """-L_clip + beta_pi KL - c S[pi]."""
+    """-L_clip + beta_pi KL - c S[pi], L_clip = min(r A, clip(r, 1 - eps, 1 + eps) A)."""
     pi = Policy(out.logits)
     logratio = pi.log_prob(chunk["actions"]) - chunk["logprobs"]
     ratio = logratio.exp()
-    epsilon = args.clip_coef or math.inf
+    epsilon = args.clip_coef if args.clip_coef > 0 else math.inf
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon)
     pg_loss = -torch.min(ratio * chunk["advantages"], clipped_ratio * chunk["advantages"]).mean()
     kl_k2 = 0.5 * logratio.square().mean()  # the authors' estimate of KL
@@ -302,7 +298,7 @@ def value_error(values, targets):
 
 
 def value_loss(args: Args, out: Outputs, chunk: dict):
-    """L_value, with vf_coef 1/2. aux_loss always has 1/2."""
+    """L_value = (V - V_targ)^2 / 2. Here, vf_coef is the 1/2; aux_loss does not use it."""
     v_loss = args.vf_coef * value_error(out.values, chunk["targets"])
     return v_loss, {"value_loss": v_loss}
 
@@ -319,7 +315,7 @@ def aux_loss(args: Args, out: Outputs, chunk: dict):
 
 @torch.no_grad()
 def act(agent, obs):
-    """A step of the policy. The loop stores all that it returns, each (N, ...)."""
+    """One step of the policy. train stores all that it returns, each (N, ...)."""
     out = agent(obs)
     pi = Policy(out.logits)
     actions = pi.sample()
@@ -327,7 +323,7 @@ def act(agent, obs):
 
 
 def chunks(minibatch, size):
-    """Parts of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
+    """Chunks of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
     mb_size = len(minibatch["obs"])
     for start in range(0, mb_size, size):
         part = slice(start, start + size)
@@ -337,66 +333,67 @@ def chunks(minibatch, size):
 
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
     """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
-    Returns their statistics, on the device: it does not wait for the GPU."""
-    optimizer.zero_grad()  # else gradients of the other phase would be part of this step
+    Returns the losses' statistics. It accumulates gradients over chunks to save memory."""
+    optimizer.zero_grad()  # also the gradients of the other phase
     stats = {}
-    for chunk, share in chunks(minibatch, args.chunk_size):  # gradient accumulation, to save memory
+    for chunk, share in chunks(minibatch, args.chunk_size):
         out = agent(chunk["obs"], bf16)
         results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
         (share * sum(loss for loss, _ in results)).backward()
         add_stats(stats, results, share)
-        del out  # else what no loss has used stays in memory
+        del out  # frees what no loss has used
     params = [x for x in agent.parameters() if x.grad is not None]
-    average_grads(params)
+    average_grads(params)  # over ranks
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
     optimizer.step()
     return stats
 
 
 def make_optimizer(agent, learning_rate):
-    """[PPG-2] Adam with epsilon 1e-8. It skips parameters without a gradient."""
+    """[PPG-2] Adam with epsilon 1e-8, for all parameters. It skips those without a gradient."""
     lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
 
 
 # ---- 4 Training loop ----
 def train(args: Args, run: "Run"):
-    """Algorithm 1 of the paper. run.keep(name, x) returns x. It saves x in checkpoints, and
-    restores it in a resumed run."""
+    """Algorithm 1 of the paper."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks make the same networks
     envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
     first_obs = torch.from_numpy(envs.reset()[0])
-    run.keep("envs", envs, per_rank=True)
-    agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
-    # [PPG-3] Each optimizer has all parameters, but a step moves only those that its losses reach.
-    # The second is for value epochs where E_V is not E_pi, the third for the auxiliary phase.
-    optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
-    value_optimizer = run.keep("value_optimizer", make_optimizer(agent, args.learning_rate))
-    aux_optimizer = run.keep("aux_optimizer", make_optimizer(agent, args.aux_learning_rate))
+    agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
+    # [PPG-3] Value epochs have their own Adam if E_V is not E_pi, and so has the auxiliary phase.
+    optimizer = make_optimizer(agent, args.learning_rate)
+    value_optimizer = make_optimizer(agent, args.learning_rate)
+    aux_optimizer = make_optimizer(agent, args.aux_learning_rate)
+    episodes = EpisodeStatistics(args)
+    reward_normalizer = RewardNormalizer(args)
 
-    # Flags for speed. These names compute the same as act and gradient_step.
+    # Storage has time first. Row T of obs and firsts is the first row of the next rollout.
+    obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
+    obs[T] = first_obs
+    firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode
+    raw_rewards = torch.empty((T, N))
+    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B, by rollout's names
+
+    # Checkpoints save what changes from one iteration to the next. A resumed run gets it back here.
+    run.keep(agent=agent, episodes=episodes, reward_normalizer=reward_normalizer)
+    run.keep(optimizer=optimizer, value_optimizer=value_optimizer, aux_optimizer=aux_optimizer)
+    run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)
+
+    # Flags for speed. The two names compute what act and gradient_step compute.
     bf16 = args.aux_dtype == "bfloat16"
     if args.compile:
         compile_encoders(agent)
     act_step = CudaGraphs(act) if args.cuda_graphs else act
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. It begins with row T of the last, so this row is kept.
-    obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
-    obs[T] = first_obs
-    run.keep("next_obs", obs[T], per_rank=True)
-    firsts = run.keep("firsts", torch.ones((T + 1, N)), per_rank=True)  # 1: o_t begins an episode
-    raw_rewards = torch.empty((T, N))
-    episodes = run.keep("episodes", EpisodeStatistics(args))
-    reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
-    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B, by rollout's names
-
     # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...), B (256, 2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # for ints, hash is fixed
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # a resumed run draws alike
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         set_learning_rates([optimizer, value_optimizer, aux_optimizer], lr_fraction)
@@ -424,17 +421,17 @@ def train(args: Args, run: "Run"):
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        std, mean = torch.std_mean(gather(advantages), correction=0)  # of targets minus values
+        std, mean = torch.std_mean(gather(advantages), correction=0)  # targets - values
         row["losses/explained_variance"] = 1 - (std / gather(targets).std(correction=0)) ** 2
-        # [PPG-4] advantages are normalized over the whole batch, not in each minibatch
+        # [PPG-4] Advantages are normalized over the whole batch, not in each minibatch.
         rollout["advantages"] = ((advantages - mean) / (std + 1e-8)).to(device)
         rollout["targets"] = targets.to(device)
 
         # ==== Policy phase: E_pi epochs on L_clip + c S[pi], E_V epochs on L_value ====
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
-        if args.e_policy == args.e_value:  # steps on both losses, as in the authors' code
+        if args.e_policy == args.e_value:  # each step is on both losses, as in the authors' code
             epochs = [(optimizer, (policy_loss, value_loss))] * args.e_policy
-        else:  # value epochs come first there
+        else:  # in their code, value epochs come first
             epochs = [(value_optimizer, (value_loss,))] * args.e_value
             epochs += [(optimizer, (policy_loss,))] * args.e_policy
         stats = []
@@ -445,7 +442,7 @@ def train(args: Args, run: "Run"):
                 stats.append(take_gradient_step(agent, args, opt, losses, **mb))
         row.update(mean_stats(stats, "losses/"))
 
-        # ==== Policy phase: add all (s_t, V_targ) to B ====
+        # ==== Policy phase: add all (o_t, V_targ) to B ====
         start = ((iteration - 1) % args.n_iteration) * N
         for name, x in buffer.items():
             assert x.dtype == rollout[name].dtype, f"B has {name} as {x.dtype}"
@@ -453,7 +450,7 @@ def train(args: Args, run: "Run"):
 
         # ==== Auxiliary phase, after every N_pi iterations ====
         if args.num_phases > 0 and iteration % args.n_iteration == 0:
-            # [PPG-5] pi_old on all states in B: the policy as it is now, not the one that acted
+            # [PPG-5] pi_old on all of B is the policy as it is now, not the one that acted.
             with torch.no_grad():
                 parts = buffer["obs"].flatten(0, 1).split(args.chunk_size)
                 logits = torch.cat([agent(x.to(device), bf16).logits for x in parts])
@@ -465,7 +462,7 @@ def train(args: Args, run: "Run"):
             stats = []
             for epoch in range(args.e_auxiliary):
                 print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
-                # [PPG-6] full rollouts, drawn on the CPU: the same wherever B is
+                # [PPG-6] Minibatches are full rollouts; drawn on the CPU, wherever B is
                 rollout_inds = torch.randperm(args.n_iteration * N).to(old_logits.device)
                 for inds in rollout_inds.view(-1, args.num_aux_rollouts):
                     mb = {k: x[:, inds].flatten(0, 1).to(device) for k, x in aux_batch.items()}
@@ -482,9 +479,6 @@ def train(args: Args, run: "Run"):
 
 
 # ---- 5 Environment, episodes, evaluation: you have read PPG, the rest is plumbing ----
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
-
-
 class ProcgenVectorEnv:
     """Procgen resets itself: the last step of an episode gives the first observation of the next.
     Its time limits count as terminations, as in all published results."""
@@ -580,6 +574,13 @@ def set_up_device(args):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+
+
+def encode(encoder, obs, bf16):
+    """Features in float32. bf16: computed in bfloat16, which is too coarse for the heads."""
+    # no cache: a CUDA graph would keep the cached weights
+    with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
+        return encoder(obs).float()
 
 
 def compile_encoders(agent):
@@ -706,16 +707,16 @@ class Run:
             step = int(self.rows[-1]["global_step"]) if self.rows else 0
             self.tensorboard = SummaryWriter(args.run_dir, purge_step=step + 1)
 
-    def keep(self, name, x, per_rank=False):
-        """Save x in checkpoints; restore it in a resumed run. x: a tensor, an object that has a
-        state_dict, or one whose attributes are its state. per_rank: each has its own."""
+    def keep(self, per_rank=False, **objects):
+        """Save objects in checkpoints; in a resumed run, restore them. They are tensors, have a
+        state_dict, or their attributes are their state. per_rank: each has its own."""
         kept = self.own if per_rank else self.shared
-        assert name not in kept, f"{name} is kept already"
-        kept[name] = x
+        assert not kept.keys() & objects.keys(), f"kept already: {kept.keys() & objects.keys()}"
+        kept.update(objects)
         if self.iteration > 0:
             saved = self.saved["ranks"][RANK] if per_rank else self.saved["shared"]
-            set_state(x, saved.pop(name))
-        return x
+            for name, x in objects.items():
+                set_state(x, saved.pop(name))
 
     def log(self, row):
         """row: numbers by name. A gradient that is not finite ends the run."""
@@ -740,10 +741,9 @@ class Run:
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
-        share = row["iteration"] / self.args.num_iterations
-        progress = f"return {row['charts/mean_return_100']:.2f}, {share:.1%}"
-        progress += f", {row['wall_time'] * (1 / share - 1) / 3600:.1f} hours left"
-        print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
+        step = f"step {row['global_step']:,} of {self.args.total_timesteps:,}"
+        numbers = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
+        print(f"{step}: {numbers}", flush=True)
 
     def save(self, iteration):
         ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
@@ -785,8 +785,8 @@ def require(condition, message):
 
 def check(args):
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
-    counts = ["num_envs", "num_steps", "num_minibatches", "e_policy", "n_iteration", "chunk_size"]
-    for name in [*counts, "num_aux_rollouts"]:
+    counts = "num_envs num_steps num_minibatches n_iteration chunk_size num_aux_rollouts"
+    for name in counts.split():
         require(getattr(args, name) > 0, f"{name} must be at least 1")
     require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, "seed must be below 2**31 - 1 / ranks")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
@@ -836,10 +836,10 @@ def main(args):
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
-    with FileLock(folder / f"lock{RANK}", timeout=0):  # fails if another process has it
+    lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
+    with lock:  # fails if another process has it
         if RANK == 0 and args.resume is None:
-            is_empty = all(x.name.startswith("lock") for x in folder.iterdir())
-            require(is_empty, f"{folder} is not empty")
+            require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
             shutil.copy(__file__, folder)
             (folder / "args.json").write_text(json.dumps(about, indent=2))

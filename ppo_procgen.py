@@ -1,11 +1,11 @@
 """Proximal Policy Optimization as in the Procgen paper (https://arxiv.org/abs/1912.01588).
 
-    python ppo_procgen.py --env-id starpilot    # faster: --cuda-graphs --compile
+    python ppo_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
 
-PPO is sections 2 to 4, as in ppg_procgen.py where both agree. On a first reading, skip run.keep in
-them (it saves what a resumed run needs), CudaGraphs (speed), gather and average_grads (several
-GPUs). M is a number of samples, A of actions; a rollout is T steps of one environment. Departures
-from openai/train-procgen: torch's Adam and pooling; rewards are normalized over all ranks.
+PPO is sections 2 to 4, as in ppg_procgen.py where both agree. On a first reading, ignore what saves
+a run, makes it faster (--cuda-graphs, --compile), or spreads it over GPUs: run.keep, CudaGraphs,
+gather, average_grads. M is a number of samples, A of actions. Departures from openai/train-procgen:
+torch's Adam and pooling; rewards are normalized over all ranks.
 """
 
 # /// script
@@ -19,6 +19,7 @@ from openai/train-procgen: torch's Adam and pooling; rewards are normalized over
 # ]
 # ///
 
+import contextlib
 import csv
 import ctypes
 import gc
@@ -41,9 +42,10 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils.tensorboard import SummaryWriter
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun starts several, each with its environments and GPU
+RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU; else there is one
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+NUM_LEVELS = 2**31 - 1  # of Procgen, from 0
 
 
 # ---- 1 Arguments ----
@@ -53,16 +55,16 @@ Game = Literal[
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)  # fixed for a run; hashed by identity, as a key of CudaGraphs
+@dataclass(frozen=True)
 class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
-    seed: int = 1  # fixes all bits on a CPU, with the number of threads
+    seed: int = 1  # on a CPU, the same seed and threads give the same bits
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run to continue
     checkpoint_interval: int = 4  # iterations between checkpoints
-    eval_interval: int = 0  # iterations between evaluations on unseen levels
+    eval_interval: int = 0  # iterations between evaluations, on unseen levels if there are any
     cuda: bool = True  # use the GPU if there is one
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
@@ -79,7 +81,7 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount of reward normalization, the authors' value
+    reward_gamma: float = 0.99  # discount in reward normalization only, as the authors'
     num_minibatches: int = 8  # minibatches of an epoch over T * N samples
     update_epochs: int = 3  # epochs over the T * N samples of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
@@ -163,7 +165,7 @@ class Agent(nn.Module):
 
 
 class Policy:
-    """pi(.|o) at M observations: categorical, from logits (M, A). It never waits for the GPU."""
+    """pi(.|o) from logits (M, A), as torch's Categorical, but it never waits for the GPU."""
 
     def __init__(self, logits: Tensor):
         self.logprobs = logits.log_softmax(-1)
@@ -188,7 +190,7 @@ class RewardNormalizer:
     def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        # number, sum, sum of squares of all R_t; begins as a weak prior of variance 1
+        # sums of all R_t**k, k = 0, 1, 2, after a weak prior of variance 1
         self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
 
     def __call__(self, raw_rewards, firsts):
@@ -217,9 +219,9 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs, and the chunk of a minibatch that they are for: tensors (M, ...)
-# by name. It returns (loss, statistics to log), which must be means over samples: gradient_step
-# averages them over chunks. Nothing in it may wait for the GPU (.item()).
+# A loss takes the agent's outputs for a chunk, which is a part of a minibatch: tensors (M, ...) by
+# name. It returns (loss, statistics to log). All of these must be means over the M samples, because
+# gradient_step averages over chunks. A loss must not wait for the GPU, as .item() does.
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss."""
     pi = Policy(out.logits)
@@ -247,7 +249,7 @@ def ppo_loss(args: Args, out: Outputs, chunk: dict):
 
 @torch.no_grad()
 def act(agent, obs):
-    """A step of the policy. The loop stores all that it returns, each (N, ...)."""
+    """One step of the policy. train stores all that it returns, each (N, ...)."""
     out = agent(obs)
     pi = Policy(out.logits)
     actions = pi.sample()
@@ -255,7 +257,7 @@ def act(agent, obs):
 
 
 def chunks(minibatch, size):
-    """Parts of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
+    """Chunks of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
     mb_size = len(minibatch["obs"])
     for start in range(0, mb_size, size):
         part = slice(start, start + size)
@@ -265,17 +267,17 @@ def chunks(minibatch, size):
 
 def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
-    Returns their statistics, on the device: it does not wait for the GPU."""
+    Returns the losses' statistics. It accumulates gradients over chunks to save memory."""
     optimizer.zero_grad()
     stats = {}
-    for chunk, share in chunks(minibatch, args.chunk_size):  # gradient accumulation, to save memory
+    for chunk, share in chunks(minibatch, args.chunk_size):
         out = agent(chunk["obs"])
         results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
         (share * sum(loss for loss, _ in results)).backward()
         add_stats(stats, results, share)
-        del out  # else what no loss has used stays in memory
+        del out  # frees what no loss has used
     params = [x for x in agent.parameters() if x.grad is not None]
-    average_grads(params)
+    average_grads(params)  # over ranks
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
     optimizer.step()
     return stats
@@ -288,35 +290,37 @@ def make_optimizer(agent, learning_rate):
 
 # ---- 4 Training loop ----
 def train(args: Args, run: "Run"):
-    """Proximal Policy Optimization. run.keep(name, x) returns x. It saves x in checkpoints, and
-    restores it in a resumed run."""
+    """Proximal Policy Optimization."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks make the same networks
     envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
     first_obs = torch.from_numpy(envs.reset()[0])
-    run.keep("envs", envs, per_rank=True)
-    agent = run.keep("agent", Agent(args, envs).to(device, memory_format=torch.channels_last))
-    optimizer = run.keep("optimizer", make_optimizer(agent, args.learning_rate))
+    agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
+    optimizer = make_optimizer(agent, args.learning_rate)
+    episodes = EpisodeStatistics(args)
+    reward_normalizer = RewardNormalizer(args)
 
-    # Flags for speed. These names compute the same as act and gradient_step.
+    # Storage has time first. Row T of obs and firsts is the first row of the next rollout.
+    obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
+    obs[T] = first_obs
+    firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode
+    raw_rewards = torch.empty((T, N))
+
+    # Checkpoints save what changes from one iteration to the next. A resumed run gets it back here.
+    run.keep(agent=agent, episodes=episodes, reward_normalizer=reward_normalizer)
+    run.keep(optimizer=optimizer)
+    run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)
+
+    # Flags for speed. The two names compute what act and gradient_step compute.
     if args.compile:
         compile_encoders(agent)
     act_step = CudaGraphs(act) if args.cuda_graphs else act
     take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
-    # A rollout, time first. It begins with row T of the last, so this row is kept.
-    obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
-    obs[T] = first_obs
-    run.keep("next_obs", obs[T], per_rank=True)
-    firsts = run.keep("firsts", torch.ones((T + 1, N)), per_rank=True)  # 1: o_t begins an episode
-    raw_rewards = torch.empty((T, N))
-    episodes = run.keep("episodes", EpisodeStatistics(args))
-    reward_normalizer = run.keep("reward_normalizer", RewardNormalizer(args))
-
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # for ints, hash is fixed
+        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # a resumed run draws alike
         row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
         lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
         set_learning_rates([optimizer], lr_fraction)
@@ -371,9 +375,6 @@ def train(args: Args, run: "Run"):
 
 
 # ---- 5 Environment, episodes, evaluation: you have read PPO, the rest is plumbing ----
-NUM_LEVELS = 2**31 - 1  # Procgen's, from 0
-
-
 class ProcgenVectorEnv:
     """Procgen resets itself: the last step of an episode gives the first observation of the next.
     Its time limits count as terminations, as in all published results."""
@@ -581,16 +582,16 @@ class Run:
             step = int(self.rows[-1]["global_step"]) if self.rows else 0
             self.tensorboard = SummaryWriter(args.run_dir, purge_step=step + 1)
 
-    def keep(self, name, x, per_rank=False):
-        """Save x in checkpoints; restore it in a resumed run. x: a tensor, an object that has a
-        state_dict, or one whose attributes are its state. per_rank: each has its own."""
+    def keep(self, per_rank=False, **objects):
+        """Save objects in checkpoints; in a resumed run, restore them. They are tensors, have a
+        state_dict, or their attributes are their state. per_rank: each has its own."""
         kept = self.own if per_rank else self.shared
-        assert name not in kept, f"{name} is kept already"
-        kept[name] = x
+        assert not kept.keys() & objects.keys(), f"kept already: {kept.keys() & objects.keys()}"
+        kept.update(objects)
         if self.iteration > 0:
             saved = self.saved["ranks"][RANK] if per_rank else self.saved["shared"]
-            set_state(x, saved.pop(name))
-        return x
+            for name, x in objects.items():
+                set_state(x, saved.pop(name))
 
     def log(self, row):
         """row: numbers by name. A gradient that is not finite ends the run."""
@@ -615,10 +616,9 @@ class Run:
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
-        share = row["iteration"] / self.args.num_iterations
-        progress = f"return {row['charts/mean_return_100']:.2f}, {share:.1%}"
-        progress += f", {row['wall_time'] * (1 / share - 1) / 3600:.1f} hours left"
-        print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
+        step = f"step {row['global_step']:,} of {self.args.total_timesteps:,}"
+        numbers = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
+        print(f"{step}: {numbers}", flush=True)
 
     def save(self, iteration):
         ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
@@ -660,8 +660,8 @@ def require(condition, message):
 
 def check(args):
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
-    counts = ["num_envs", "num_steps", "num_minibatches", "update_epochs", "chunk_size"]
-    for name in [*counts, "checkpoint_interval"]:
+    counts = "num_envs num_steps num_minibatches update_epochs chunk_size checkpoint_interval"
+    for name in counts.split():
         require(getattr(args, name) > 0, f"{name} must be at least 1")
     require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, "seed must be below 2**31 - 1 / ranks")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
@@ -707,10 +707,10 @@ def main(args):
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
-    with FileLock(folder / f"lock{RANK}", timeout=0):  # fails if another process has it
+    lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
+    with lock:  # fails if another process has it
         if RANK == 0 and args.resume is None:
-            is_empty = all(x.name.startswith("lock") for x in folder.iterdir())
-            require(is_empty, f"{folder} is not empty")
+            require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
             shutil.copy(__file__, folder)
             (folder / "args.json").write_text(json.dumps(about, indent=2))

@@ -174,12 +174,13 @@ def test_what_could_not_be_read_back_ends_the_run_at_its_first_checkpoint(tmp_pa
 
 def test_two_objects_cannot_be_kept_under_one_name(tmp_path):
     run = ppg_procgen.Run(ppg_procgen.Args(run_dir=str(tmp_path)))
-    with pytest.raises(AssertionError, match="a is kept already"):
-        run.keep("a", run.keep("a", torch.zeros(1)))
+    run.keep(a=torch.zeros(1))
+    with pytest.raises(AssertionError, match="kept already: {'a'}"):
+        run.keep(a=torch.zeros(1), b=torch.zeros(1))
 
 
 def test_a_run_in_use_is_refused(stopped):
-    with FileLock(stopped / "lock0"), pytest.raises(Timeout, match="could not be acquired"):
+    with FileLock(stopped / "lock"), pytest.raises(Timeout, match="could not be acquired"):
         resume(ppg_procgen, stopped)
     resume(ppg_procgen, stopped)
 

@@ -159,7 +159,6 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --num-minibatches 7": "num_minibatches must divide 16384 samples",
     "ppg --num-aux-rollouts -4": "num_aux_rollouts must be at least 1",
     "ppg --num-aux-rollouts 3": "num_aux_rollouts must divide 2048",
-    "ppg --e-policy 0": "e_policy must be at least 1",
     "ppg --chunk-size -1": "chunk_size must be at least 1",
     "ppg --total-timesteps 16383": "total_timesteps must be at least 16384",
     "ppg --seed 3000000000": "seed must be below",
