@@ -115,8 +115,7 @@ class Args:
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
     num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
-    # speed and memory
-    # for encoders, in the auxiliary phase. bfloat16: RTX 30 and later, CPUs with AMX, avx512_bf16
+    # precision of encoders, auxiliary phase. bfloat16: RTX 30 and later, CPUs with AMX, avx512_bf16
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
@@ -741,9 +740,10 @@ class Run:
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
-        step = f"step {row['global_step']:,} of {self.args.total_timesteps:,}"
-        numbers = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
-        print(f"{step}: {numbers}", flush=True)
+        share = row["iteration"] / self.args.num_iterations
+        progress = f"return {row['charts/mean_return_100']:.2f}, {share:.1%}"
+        progress += f", {row['wall_time'] * (1 / share - 1) / 3600:.1f} hours left"
+        print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
 
     def save(self, iteration):
         ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})

@@ -616,9 +616,10 @@ class Run:
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
-        step = f"step {row['global_step']:,} of {self.args.total_timesteps:,}"
-        numbers = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
-        print(f"{step}: {numbers}", flush=True)
+        share = row["iteration"] / self.args.num_iterations
+        progress = f"return {row['charts/mean_return_100']:.2f}, {share:.1%}"
+        progress += f", {row['wall_time'] * (1 / share - 1) / 3600:.1f} hours left"
+        print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
 
     def save(self, iteration):
         ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
