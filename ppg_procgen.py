@@ -2,28 +2,32 @@
 
     python ppg_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
 
-If policy and values share a network, the value loss disturbs the policy; if each has its own, the
-policy's features learn nothing from values. PPG has two networks. After every N_pi iterations, an
-auxiliary head on the policy's network, used for nothing else, learns values too, while a KL loss
-holds the policy where it was.
+If policy and values share a network, their losses disturb each other; if each has its own, the
+policy's features learn nothing from values. PPG has two networks. After every N_pi iterations, in
+an auxiliary phase, a second value head, on the policy's network, learns the stored value targets.
+Its predictions are never used: its gradient teaches the features. A KL loss holds the policy where
+it was before the phase. The value network is trained further on the same data.
+
 Each iteration, the policy phase                              in the code
     a rollout: T steps in each of N environments              act (one step)
-    advantages and value targets V_targ                       compute_gae
+    advantages A and value targets V_targ                     compute_gae
     E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_loss, value_loss
     add observations and targets to the buffer B
 After N_pi iterations, the auxiliary phase
-    pi_old on all of B, E_aux epochs on L_joint + L_value     aux_loss
+    pi_old(.|o) for all observations o in B
+    E_aux epochs on L_joint + L_value                         aux_loss
 
-PPG is sections 2 to 4. On a first reading, ignore what saves a run, makes it faster (--aux-dtype
-bfloat16, --cuda-graphs, --compile), or spreads it over GPUs: run.keep, CudaGraphs, bf16, gather,
-average_grads. M is a number of samples, A of actions. [PPG-k] marks a detail of the authors' code
-that is easily missed. How to change it:
+PPG is sections 2 to 4. Without flags, on one GPU or a CPU, read gather(x) as x, act_step as act,
+take_gradient_step as gradient_step, encode(f, x, bf16) as f(x); skip average_grads and run.keep.
+M: samples, A: actions. [PPG-k] marks a detail of the authors' code that is easily missed.
+How to change it:
     a loss           write f(args, out, chunk) as in section 3, and name it in train
     the network      ImpalaCNN, and its heads in Agent and Outputs
     what B stores    in the call of make_buffer: actions=torch.empty((T, N), dtype=torch.int64)
     the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
     records          to log: row["name"] = x; to save for a resumed run: run.keep(name=x)
     a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
+Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help).
 """
 
 # /// script
@@ -58,6 +62,7 @@ import torch.nn as nn
 import tyro
 from filelock import FileLock
 from torch import Tensor
+from torch.distributions import Categorical, kl_divergence
 from torch.utils.tensorboard import SummaryWriter
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU; else there is one
@@ -105,12 +110,13 @@ class Args:
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
     kl_coef: float = 0.0  # beta_pi; the paper's variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of the squared error of values
+    vf_coef: float = 1.0  # weight of L_value in the policy phase
     max_grad_norm: float = 0.0  # clip the gradient's norm; 0: no clipping
-    # dual: two networks; detach: one, which the value loss does not train; shared: one
+    # dual: a network each for policy and values; detach: one, whose encoder L_value does not train;
+    # shared: one, which all losses train
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; below 3M steps: 8
+    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; 8 is better below 3M steps
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
@@ -214,36 +220,27 @@ class Agent(nn.Module):
         return Outputs(logits, aux_values, values)
 
 
-class Policy:
-    """pi(.|o) from logits (M, A), as torch's Categorical, but it never waits for the GPU."""
+class Policy(Categorical):
+    """pi(.|o) at M observations, from logits (M, A)."""
 
     def __init__(self, logits: Tensor):
-        self.logprobs = logits.log_softmax(-1)
+        super().__init__(logits=logits, validate_args=False)  # validation waits for the GPU
 
     def sample(self, generator=None):
-        """Actions (M,), by the Gumbel-max trick: -log(Exp(1)) is Gumbel's."""
-        gumbel = -torch.empty_like(self.logprobs).exponential_(generator=generator).log()
-        return (self.logprobs + gumbel).argmax(-1)
-
-    def log_prob(self, actions):  # (M,), like all below
-        return self.logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-    def entropy(self):
-        return -(self.logprobs.exp() * self.logprobs).sum(-1)
-
-    def kl_to(self, other):
-        return (self.logprobs.exp() * (self.logprobs - other.logprobs)).sum(-1)
+        """Actions (M,), without waiting, by the Gumbel-max trick: -log(Exp(1)) is Gumbel noise."""
+        gumbel = -torch.empty_like(self.logits).exponential_(generator=generator).log()
+        return (self.logits + gumbel).argmax(-1)
 
 
 # ---- 3 Estimates, losses, gradient step ----
 class RewardNormalizer:
-    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1} in all
-    rollouts so far: sums of past rewards. Clips to [-10, 10]."""
+    """Divides rewards by the standard deviation, in all rollouts so far, of discounted sums of past
+    rewards, R_t = r_t + gamma (1 - first_t) R_{t-1}. Clips to [-10, 10]."""
 
     def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        # sums of all R_t**k, k = 0, 1, 2, after a weak prior of variance 1
+        # sums of all R_t**k, k = 0, 1, 2; at first as of 1e-4 samples of variance 1
         self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
 
     def __call__(self, raw_rewards, firsts):
@@ -269,9 +266,9 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk, which is a part of a minibatch: tensors (M, ...) by
-# name. It returns (loss, statistics to log). All of these must be means over the M samples, because
-# gradient_step averages over chunks. A loss must not wait for the GPU, as .item() does.
+# A loss takes the agent's outputs for a chunk, a part of a minibatch: tensors (M, ...) by name. It
+# returns (loss, statistics to log). Both must be means over the M samples, because gradient_step
+# averages over chunks. A loss must not wait for the GPU, as .item() does.
 def policy_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip + beta_pi KL - c S[pi], L_clip = min(r A, clip(r, 1 - eps, 1 + eps) A)."""
     pi = Policy(out.logits)
@@ -291,23 +288,23 @@ def policy_loss(args: Args, out: Outputs, chunk: dict):
 
 
 def value_error(values, targets):
-    """Mean squared error of values (M,), for all losses."""
+    """Half the mean squared error of values (M,), for all losses."""
     assert values.shape == targets.shape, f"values {values.shape}, targets {targets.shape}"
-    return (values - targets).square().mean()
+    return 0.5 * (values - targets).square().mean()
 
 
 def value_loss(args: Args, out: Outputs, chunk: dict):
-    """L_value = (V - V_targ)^2 / 2. Here, vf_coef is the 1/2; aux_loss does not use it."""
-    v_loss = args.vf_coef * value_error(out.values, chunk["targets"])
-    return v_loss, {"value_loss": v_loss}
+    """L_value = (V - V_targ)^2 / 2."""
+    v_loss = value_error(out.values, chunk["targets"])
+    return args.vf_coef * v_loss, {"value_loss": v_loss}
 
 
 def aux_loss(args: Args, out: Outputs, chunk: dict):
     """L_joint + L_value, L_joint = (V_aux - V_targ)^2 / 2 + beta_clone KL[pi_old, pi]."""
-    aux_value_loss = 0.5 * value_error(out.aux_values, chunk["targets"])
-    kl_loss = Policy(chunk["old_logits"]).kl_to(Policy(out.logits)).mean()
+    aux_value_loss = value_error(out.aux_values, chunk["targets"])
+    kl_loss = kl_divergence(Policy(chunk["old_logits"]), Policy(out.logits)).mean()
     joint_loss = aux_value_loss + args.beta_clone * kl_loss
-    v_loss = 0.5 * value_error(out.values, chunk["targets"])
+    v_loss = value_error(out.values, chunk["targets"])
     stats = {"kl_loss": kl_loss, "aux_value_loss": aux_value_loss, "real_value_loss": v_loss}
     return joint_loss + v_loss, stats
 
@@ -333,7 +330,7 @@ def chunks(minibatch, size):
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
     """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
     Returns the losses' statistics. It accumulates gradients over chunks to save memory."""
-    optimizer.zero_grad()  # also the gradients of the other phase
+    optimizer.zero_grad()  # also what the other phase has left behind
     stats = {}
     for chunk, share in chunks(minibatch, args.chunk_size):
         out = agent(chunk["obs"], bf16)
@@ -364,21 +361,21 @@ def train(args: Args, run: "Run"):
     envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
     first_obs = torch.from_numpy(envs.reset()[0])
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
-    # [PPG-3] Value epochs have their own Adam if E_V is not E_pi, and so has the auxiliary phase.
+    # [PPG-3] The auxiliary phase has its own Adam. Value epochs have theirs if E_V is not E_pi.
     optimizer = make_optimizer(agent, args.learning_rate)
     value_optimizer = make_optimizer(agent, args.learning_rate)
     aux_optimizer = make_optimizer(agent, args.aux_learning_rate)
     episodes = EpisodeStatistics(args)
     reward_normalizer = RewardNormalizer(args)
 
-    # Storage has time first. Row T of obs and firsts is the first row of the next rollout.
+    # Storage has time first. The next rollout begins with row T of obs and firsts.
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode
     raw_rewards = torch.empty((T, N))
-    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B, by rollout's names
+    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B: some of rollout
 
-    # Checkpoints save what changes from one iteration to the next. A resumed run gets it back here.
+    # Checkpoints save what changes from one iteration to the next. A resumed run gets it here.
     run.keep(agent=agent, episodes=episodes, reward_normalizer=reward_normalizer)
     run.keep(optimizer=optimizer, value_optimizer=value_optimizer, aux_optimizer=aux_optimizer)
     run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)
@@ -420,7 +417,7 @@ def train(args: Args, run: "Run"):
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        std, mean = torch.std_mean(gather(advantages), correction=0)  # targets - values
+        std, mean = torch.std_mean(gather(advantages), correction=0)  # A = V_targ - V
         row["losses/explained_variance"] = 1 - (std / gather(targets).std(correction=0)) ** 2
         # [PPG-4] Advantages are normalized over the whole batch, not in each minibatch.
         rollout["advantages"] = ((advantages - mean) / (std + 1e-8)).to(device)
@@ -428,9 +425,9 @@ def train(args: Args, run: "Run"):
 
         # ==== Policy phase: E_pi epochs on L_clip + c S[pi], E_V epochs on L_value ====
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
-        if args.e_policy == args.e_value:  # each step is on both losses, as in the authors' code
+        if args.e_policy == args.e_value:  # a step on both losses, as in the authors' code
             epochs = [(optimizer, (policy_loss, value_loss))] * args.e_policy
-        else:  # in their code, value epochs come first
+        else:  # their order
             epochs = [(value_optimizer, (value_loss,))] * args.e_value
             epochs += [(optimizer, (policy_loss,))] * args.e_policy
         stats = []

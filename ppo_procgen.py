@@ -2,10 +2,10 @@
 
     python ppo_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
 
-PPO is sections 2 to 4, as in ppg_procgen.py where both agree. On a first reading, ignore what saves
-a run, makes it faster (--cuda-graphs, --compile), or spreads it over GPUs: run.keep, CudaGraphs,
-gather, average_grads. M is a number of samples, A of actions. Departures from openai/train-procgen:
-torch's Adam and pooling; rewards are normalized over all ranks.
+PPO is sections 2 to 4, as in ppg_procgen.py where both agree. Without flags, on one GPU or a CPU,
+read gather(x) as x, act_step as act, take_gradient_step as gradient_step; skip average_grads and
+run.keep. M: samples, A: actions. Departures from openai/train-procgen: torch's Adam and pooling;
+rewards are normalized over all ranks. Faster: --cuda-graphs, --compile (see --help).
 """
 
 # /// script
@@ -40,6 +40,7 @@ import torch.nn as nn
 import tyro
 from filelock import FileLock
 from torch import Tensor
+from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU; else there is one
@@ -86,7 +87,7 @@ class Args:
     update_epochs: int = 3  # epochs over the T * N samples of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
     ent_coef: float = 0.01  # weight of the entropy bonus
-    vf_coef: float = 0.5  # weight of half the squared error of values
+    vf_coef: float = 0.5  # weight of the value loss
     clip_vloss: bool = True  # clip the change of the value by --clip-coef
     max_grad_norm: float = 0.5  # clip the gradient's norm; 0: no clipping
     # speed and memory
@@ -164,33 +165,28 @@ class Agent(nn.Module):
         return Outputs(self.policy_head(features), self.value_head(features).squeeze(-1))
 
 
-class Policy:
-    """pi(.|o) from logits (M, A), as torch's Categorical, but it never waits for the GPU."""
+class Policy(Categorical):
+    """pi(.|o) at M observations, from logits (M, A)."""
 
     def __init__(self, logits: Tensor):
-        self.logprobs = logits.log_softmax(-1)
+        super().__init__(logits=logits, validate_args=False)  # validation waits for the GPU
 
     def sample(self, generator=None):
-        """Actions (M,), by the Gumbel-max trick: -log(Exp(1)) is Gumbel's."""
-        gumbel = -torch.empty_like(self.logprobs).exponential_(generator=generator).log()
-        return (self.logprobs + gumbel).argmax(-1)
-
-    def log_prob(self, actions):  # (M,), like all below
-        return self.logprobs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
-
-    def entropy(self):
-        return -(self.logprobs.exp() * self.logprobs).sum(-1)
+        """Actions (M,), without waiting, by the Gumbel-max trick: -log(Exp(1)) is Gumbel noise."""
+        gumbel = -torch.empty_like(self.logits).exponential_(generator=generator).log()
+        return (self.logits + gumbel).argmax(-1)
 
 
 # ---- 3 Estimates, losses, gradient step ----
 class RewardNormalizer:
-    """Divides rewards by the standard deviation of R_t = r_t + gamma (1 - first_t) R_{t-1}, step by
-    step as baselines' VecNormalize: the first rewards count for more. Clips them to [-10, 10]."""
+    """Divides rewards by the standard deviation, in all steps so far, of discounted sums of past
+    rewards, R_t = r_t + gamma (1 - first_t) R_{t-1}. Clips to [-10, 10]. As in baselines, it goes
+    step by step: the first rewards count for more."""
 
     def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        # sums of all R_t**k, k = 0, 1, 2, after a weak prior of variance 1
+        # sums of all R_t**k, k = 0, 1, 2; at first as of 1e-4 samples of variance 1
         self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
 
     def __call__(self, raw_rewards, firsts):
@@ -198,7 +194,7 @@ class RewardNormalizer:
         deviations = []
         for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
             self.returns = reward + self.gamma * (1 - first) * self.returns
-            self.moments += torch.stack([self.returns**0, self.returns, self.returns**2]).sum(1)
+            self.moments += torch.stack([self.returns**k for k in (0, 1, 2)]).sum(1)
             number, total, squares = self.moments
             variance = squares / number - (total / number) ** 2
             deviations.append((variance + 1e-8).sqrt())
@@ -219,9 +215,9 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk, which is a part of a minibatch: tensors (M, ...) by
-# name. It returns (loss, statistics to log). All of these must be means over the M samples, because
-# gradient_step averages over chunks. A loss must not wait for the GPU, as .item() does.
+# A loss takes the agent's outputs for a chunk, a part of a minibatch: tensors (M, ...) by name. It
+# returns (loss, statistics to log). Both must be means over the M samples, because gradient_step
+# averages over chunks. A loss must not wait for the GPU, as .item() does.
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss."""
     pi = Policy(out.logits)
@@ -302,13 +298,13 @@ def train(args: Args, run: "Run"):
     episodes = EpisodeStatistics(args)
     reward_normalizer = RewardNormalizer(args)
 
-    # Storage has time first. Row T of obs and firsts is the first row of the next rollout.
+    # Storage has time first. The next rollout begins with row T of obs and firsts.
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode
     raw_rewards = torch.empty((T, N))
 
-    # Checkpoints save what changes from one iteration to the next. A resumed run gets it back here.
+    # Checkpoints save what changes from one iteration to the next. A resumed run gets it here.
     run.keep(agent=agent, episodes=episodes, reward_normalizer=reward_normalizer)
     run.keep(optimizer=optimizer)
     run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)

@@ -170,7 +170,7 @@ def main(args: Args):
     weights = saved["shared"]["agent"] if "shared" in saved else saved
     script = load_script(path.parent, weights)
     if args.greedy:
-        script.Policy.sample = lambda pi, generator=None: pi.logprobs.argmax(-1)
+        script.Policy.sample = lambda pi, generator=None: pi.mode
     arch = "dual" if "value_encoder.dense.weight" in weights else "shared"  # or detach: the same policy
     flags = {"arch": arch, **run, "env_id": env_id, "cuda": args.cuda, "env_threads": 0}
     config = script.Args(**{x.name: flags[x.name] for x in fields(script.Args) if x.name in flags})

@@ -122,8 +122,8 @@ SETTINGS = [{}, {"clip_coef": 0.0, "kl_coef": 1.0}, {"clip_coef": 0.1, "kl_coef"
 def test_losses_of_the_policy_phase_and_their_gradients(setting):
     args, (out, chunk) = ppg_procgen.Args(**setting), make_chunk()
     check_loss(ppg_procgen.policy_loss, args, out, chunk, *define_policy_loss(args, out, chunk))
-    value_loss = args.vf_coef * ((out.values - chunk["targets"]) ** 2).mean()
-    check_loss(ppg_procgen.value_loss, args, out, chunk, value_loss, {"value_loss": value_loss})
+    value_loss = ((out.values - chunk["targets"]) ** 2).mean() / 2
+    check_loss(ppg_procgen.value_loss, args, out, chunk, args.vf_coef * value_loss, {"value_loss": value_loss})
 
 
 @pytest.mark.parametrize("clip_vloss, clip_coef", [(False, 0.2), (True, 0.2), (True, 0.0)])

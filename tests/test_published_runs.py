@@ -35,8 +35,8 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
                 parameter.data.copy_(torch.from_numpy(x))
 
     def sample(pi, generator=None):
-        noise = -np.log(-np.log(draws.uniform(size=pi.logprobs.shape)))
-        chosen = (pi.logprobs + torch.from_numpy(noise)).argmax(-1)
+        noise = -np.log(-np.log(draws.uniform(size=pi.logits.shape)))
+        chosen = (pi.logits + torch.from_numpy(noise)).argmax(-1)
         actions.append(chosen.numpy())
         return chosen
 

@@ -67,7 +67,7 @@ def install_scripted(script, setattr) -> None:
     action_calls, permutation_calls = itertools.count(), itertools.count()
 
     def sample(pi, generator=None):
-        call, probs = next(action_calls), pi.logprobs.exp()
+        call, probs = next(action_calls), pi.probs
         first = script.RANK * len(probs)
         uniform = [np.random.default_rng([first + e, call, 1]).random() for e in range(len(probs))]
         return (probs.cumsum(-1)[:, :-1] < torch.tensor(uniform).unsqueeze(-1)).sum(-1)
