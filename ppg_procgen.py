@@ -3,19 +3,19 @@
     python ppg_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
 
 If policy and values share a network, their losses disturb each other; if each has its own, the
-policy's features learn nothing from values. PPG has two networks. After every N_pi iterations, in
-an auxiliary phase, a second value head, on the policy's network, learns the stored value targets.
-Its predictions are never used: its gradient teaches the features. A KL loss holds the policy where
-it was before the phase. The value network is trained further on the same data.
+policy's features learn nothing from values. PPG is PPO with two networks and a second phase. After
+N_pi iterations, another value head, on the policy's network, learns the value targets of all these
+iterations. What it predicts is never used; training it teaches the features. Meanwhile, a KL loss
+keeps the policy as it was. The value network is trained further on the same data.
 
 Each iteration, the policy phase                              in the code
     a rollout: T steps in each of N environments              act (one step)
-    advantages A and value targets V_targ                     compute_gae
+    advantages and value targets V_targ                       compute_gae
     E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_loss, value_loss
+    (by default one epoch, in which each step is on both)
     add observations and targets to the buffer B
 After N_pi iterations, the auxiliary phase
-    pi_old(.|o) for all observations o in B
-    E_aux epochs on L_joint + L_value                         aux_loss
+    pi_old on all of B; E_aux epochs on L_joint + L_value     aux_loss
 
 PPG is sections 2 to 4. Without flags, on one GPU or a CPU, read gather(x) as x, act_step as act,
 take_gradient_step as gradient_step, encode(f, x, bf16) as f(x); skip average_grads and run.keep.
@@ -23,7 +23,7 @@ M: samples, A: actions. [PPG-k] marks a detail of the authors' code that is easi
 How to change it:
     a loss           write f(args, out, chunk) as in section 3, and name it in train
     the network      ImpalaCNN, and its heads in Agent and Outputs
-    what B stores    in the call of make_buffer: actions=torch.empty((T, N), dtype=torch.int64)
+    what B stores    in make_buffer(...): a name of rollout, with a tensor (T, N, ...) of its dtype
     the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
     records          to log: row["name"] = x; to save for a resumed run: run.keep(name=x)
     a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
@@ -68,7 +68,7 @@ from torch.utils.tensorboard import SummaryWriter
 RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU; else there is one
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LEVELS = 2**31 - 1  # of Procgen, from 0
+NUM_LEVELS = 2**31 - 1  # Procgen's, counted from 0
 
 
 # ---- 1 Arguments ----
@@ -125,7 +125,7 @@ class Args:
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
-    chunk_size: int = 1024  # observations in a pass; less saves memory
+    chunk_size: int = 1024  # larger minibatches are passed in parts, to save memory
     buffer_on_cpu: bool = False  # keep B in host memory
 
     @property
@@ -240,16 +240,18 @@ class RewardNormalizer:
     def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        # sums of all R_t**k, k = 0, 1, 2; at first as of 1e-4 samples of variance 1
-        self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
+        self.number = 1e-4  # of all R_t so far, with a weak prior of variance 1
+        self.total = 0.0
+        self.squares = 1e-4
 
     def __call__(self, raw_rewards, firsts):
         """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
         for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
             self.returns = reward + self.gamma * (1 - first) * self.returns
-            self.moments += torch.stack([self.returns**k for k in (0, 1, 2)]).sum(1)
-        number, total, squares = self.moments
-        variance = squares / number - (total / number) ** 2
+            self.number += len(self.returns)
+            self.total += self.returns.sum()
+            self.squares += self.returns.square().sum()
+        variance = self.squares / self.number - (self.total / self.number) ** 2
         return (raw_rewards / (variance + 1e-8).sqrt()).clamp(-10, 10)
 
 
@@ -266,11 +268,11 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk, a part of a minibatch: tensors (M, ...) by name. It
-# returns (loss, statistics to log). Both must be means over the M samples, because gradient_step
-# averages over chunks. A loss must not wait for the GPU, as .item() does.
+# A loss takes the agent's outputs for a chunk, a part of a minibatch: obs, actions, logprobs,
+# values, advantages, targets, each (M, ...). It returns (loss, statistics to log). Both must be
+# means over samples: gradient_step averages over chunks. It must not wait for the GPU (.item()).
 def policy_loss(args: Args, out: Outputs, chunk: dict):
-    """-L_clip + beta_pi KL - c S[pi], L_clip = min(r A, clip(r, 1 - eps, 1 + eps) A)."""
+    """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv)."""
     pi = Policy(out.logits)
     logratio = pi.log_prob(chunk["actions"]) - chunk["logprobs"]
     ratio = logratio.exp()
@@ -281,8 +283,7 @@ def policy_loss(args: Args, out: Outputs, chunk: dict):
     pi_loss = pg_loss + args.kl_coef * kl_k2
     entropy = pi.entropy().mean()
     stats = {"policy_loss": pi_loss, "entropy": entropy, "approx_kl_k2": kl_k2}
-    stats["old_approx_kl"] = -logratio.mean()  # k1 of http://joschu.net/blog/kl-approx.html
-    stats["approx_kl"] = (ratio - 1 - logratio).mean()  # k3
+    stats["approx_kl"] = (ratio - 1 - logratio).mean()  # k3 of joschu.net/blog/kl-approx.html
     stats["clipfrac"] = (clipped_ratio != ratio).float().mean()
     return pi_loss - args.ent_coef * entropy, stats
 
@@ -405,7 +406,7 @@ def train(args: Args, run: "Run"):
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
             obs[t + 1] = torch.from_numpy(next_obs)
             raw_rewards[t] = torch.from_numpy(rewards)
-            firsts[t + 1] = torch.from_numpy(terminated | truncated)  # no bootstrap at time limits
+            firsts[t + 1] = torch.from_numpy(terminated | truncated)  # a time limit is an end
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
         rollout["obs"] = obs[:T]
         row.update(episodes.update(raw_rewards, firsts))
@@ -417,7 +418,7 @@ def train(args: Args, run: "Run"):
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        std, mean = torch.std_mean(gather(advantages), correction=0)  # A = V_targ - V
+        std, mean = torch.std_mean(gather(advantages), correction=0)  # of V_targ - V
         row["losses/explained_variance"] = 1 - (std / gather(targets).std(correction=0)) ** 2
         # [PPG-4] Advantages are normalized over the whole batch, not in each minibatch.
         rollout["advantages"] = ((advantages - mean) / (std + 1e-8)).to(device)
@@ -470,7 +471,7 @@ def train(args: Args, run: "Run"):
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if is_last or iteration % args.n_iteration == 0:  # B is not saved
+        if is_last or iteration % args.n_iteration == 0:  # when B is empty: it is not saved
             run.save(iteration)
 
 

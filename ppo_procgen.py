@@ -46,7 +46,7 @@ from torch.utils.tensorboard import SummaryWriter
 RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU; else there is one
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
-NUM_LEVELS = 2**31 - 1  # of Procgen, from 0
+NUM_LEVELS = 2**31 - 1  # Procgen's, counted from 0
 
 
 # ---- 1 Arguments ----
@@ -93,7 +93,7 @@ class Args:
     # speed and memory
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
-    chunk_size: int = 1024  # observations in a pass; less saves memory
+    chunk_size: int = 1024  # larger minibatches are passed in parts, to save memory
 
     @property
     def device(self) -> str:
@@ -186,17 +186,19 @@ class RewardNormalizer:
     def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        # sums of all R_t**k, k = 0, 1, 2; at first as of 1e-4 samples of variance 1
-        self.moments = torch.tensor([1e-4, 0.0, 1e-4], dtype=torch.float64)
+        self.number = 1e-4  # of all R_t so far, with a weak prior of variance 1
+        self.total = 0.0
+        self.squares = 1e-4
 
     def __call__(self, raw_rewards, firsts):
         """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
         deviations = []
         for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
             self.returns = reward + self.gamma * (1 - first) * self.returns
-            self.moments += torch.stack([self.returns**k for k in (0, 1, 2)]).sum(1)
-            number, total, squares = self.moments
-            variance = squares / number - (total / number) ** 2
+            self.number += len(self.returns)
+            self.total += self.returns.sum()
+            self.squares += self.returns.square().sum()
+            variance = self.squares / self.number - (self.total / self.number) ** 2
             deviations.append((variance + 1e-8).sqrt())
         deviations = torch.stack(deviations).to(raw_rewards).unsqueeze(1)  # (T, 1)
         return (raw_rewards / deviations).clamp(-10, 10)
@@ -215,9 +217,9 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk, a part of a minibatch: tensors (M, ...) by name. It
-# returns (loss, statistics to log). Both must be means over the M samples, because gradient_step
-# averages over chunks. A loss must not wait for the GPU, as .item() does.
+# A loss takes the agent's outputs for a chunk, a part of a minibatch: obs, actions, logprobs,
+# values, advantages, targets, each (M, ...). It returns (loss, statistics to log). Both must be
+# means over samples: gradient_step averages over chunks. It must not wait for the GPU (.item()).
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss."""
     pi = Policy(out.logits)
@@ -236,8 +238,7 @@ def ppo_loss(args: Args, out: Outputs, chunk: dict):
     v_loss = 0.5 * squared_errors.mean()
 
     stats = {"policy_loss": pg_loss, "entropy": entropy, "value_loss": v_loss}
-    stats["old_approx_kl"] = -logratio.mean()  # k1 of http://joschu.net/blog/kl-approx.html
-    stats["approx_kl"] = (ratio - 1 - logratio).mean()  # k3
+    stats["approx_kl"] = (ratio - 1 - logratio).mean()  # k3 of joschu.net/blog/kl-approx.html
     stats["approx_kl_k2"] = 0.5 * logratio.square().mean()  # baselines' approxkl
     stats["clipfrac"] = (clipped_ratio != ratio).float().mean()
     return pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss, stats
@@ -332,7 +333,7 @@ def train(args: Args, run: "Run"):
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
             obs[t + 1] = torch.from_numpy(next_obs)
             raw_rewards[t] = torch.from_numpy(rewards)
-            firsts[t + 1] = torch.from_numpy(terminated | truncated)  # no bootstrap at time limits
+            firsts[t + 1] = torch.from_numpy(terminated | truncated)  # a time limit is an end
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
         rollout["obs"] = obs[:T]
         row.update(episodes.update(raw_rewards, firsts))

@@ -108,7 +108,7 @@ def define_policy_loss(args, out, chunk):
     if epsilon > 0:
         objective = torch.where(ratio > 1 + epsilon, (1 + epsilon) * advantages, objective).minimum(objective)
         objective = torch.where(ratio < 1 - epsilon, (1 - epsilon) * advantages, objective).minimum(objective)
-    stats = {"entropy": -(probs * probs.log()).sum(-1).mean(), "old_approx_kl": -ratio.log().mean()}
+    stats = {"entropy": -(probs * probs.log()).sum(-1).mean()}
     stats |= {"approx_kl": (ratio - 1 - ratio.log()).mean(), "approx_kl_k2": (ratio.log() ** 2).mean() / 2}
     stats["clipfrac"] = clipped.double().mean() * (epsilon > 0)
     stats["policy_loss"] = -objective.mean() + getattr(args, "kl_coef", 0) * stats["approx_kl_k2"]
