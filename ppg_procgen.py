@@ -2,32 +2,34 @@
 
     python ppg_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
 
-If policy and values share a network, their losses disturb each other; if each has its own, the
-policy's features learn nothing from values. PPG is PPO with two networks and a second phase. After
-N_pi iterations, another value head, on the policy's network, learns the value targets of all these
-iterations. What it predicts is never used; training it teaches the features. Meanwhile, a KL loss
-keeps the policy as it was. The value network is trained further on the same data.
+PPG trains two networks, one for the policy and one for values. The policy's network has a second,
+auxiliary value head. For N_pi iterations, PPG is PPO. Then the auxiliary phase trains this head on
+the value targets of all these iterations, so that the policy's network learns features that predict
+values; advantages never come from it. A KL loss holds the policy close to what it was before the
+phase. The value network is trained further on the same data.
 
 Each iteration, the policy phase                              in the code
     a rollout: T steps in each of N environments              act (one step)
-    advantages and value targets V_targ                       compute_gae
+    advantages Adv and value targets V_targ                   compute_gae
     E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_loss, value_loss
-    (by default one epoch, in which each step is on both)
+    (by default one epoch; each step is on both losses)
     add observations and targets to the buffer B
 After N_pi iterations, the auxiliary phase
     pi_old on all of B; E_aux epochs on L_joint + L_value     aux_loss
 
-PPG is sections 2 to 4. Without flags, on one GPU or a CPU, read gather(x) as x, act_step as act,
-take_gradient_step as gradient_step, encode(f, x, bf16) as f(x); skip average_grads and run.keep.
-M: samples, A: actions. [PPG-k] marks a detail of the authors' code that is easily missed.
+To learn PPG, read sections 2 to 4 and stop. With one process, gather(x) is x, and average_grads
+does nothing. S: entropy, M: samples, A: actions. [PPG-k]: a detail of the authors' code that is
+easily missed.
+
 How to change it:
-    a loss           write f(args, out, chunk) as in section 3, and name it in train
+    a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuple
     the network      ImpalaCNN, and its heads in Agent and Outputs
-    what B stores    in make_buffer(...): a name of rollout, with a tensor (T, N, ...) of its dtype
+    what B stores    more of rollout: make_buffer(..., values=torch.empty((T, N)))
     the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
     records          to log: row["name"] = x; to save for a resumed run: run.keep(name=x)
-    a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
-Faster: --aux-dtype bfloat16, --cuda-graphs, --compile (see --help).
+    a coefficient    if it changes, --cuda-graphs would freeze a number. Below mb = ... in train:
+                     mb["c"] = torch.tensor(c, device=device). In the loss: chunk["c"]
+Faster: --aux-dtype bfloat16, --cuda-graphs, --compile.
 """
 
 # /// script
@@ -103,7 +105,7 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount in reward normalization only, as the authors'
+    reward_gamma: float = 0.99  # rewards are divided by the std of sums of past ones; its discount
     num_minibatches: int = 8  # minibatches of an epoch over T * N samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: int = 1  # E_V: value epochs of an iteration
@@ -112,11 +114,11 @@ class Args:
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 1.0  # weight of L_value in the policy phase
     max_grad_norm: float = 0.0  # clip the gradient's norm; 0: no clipping
-    # dual: a network each for policy and values; detach: one, whose encoder L_value does not train;
-    # shared: one, which all losses train
+    # dual: a network each for policy and values (the paper's PPG); detach: one, L_value trains its
+    # value head only; shared: one, trained by all losses
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; 8 is better below 3M steps
+    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; 8 if a run has below 200
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
@@ -179,10 +181,13 @@ class ImpalaCNN(nn.Module):
         size = 32 * math.ceil(height / 8) * math.ceil(width / 8)  # each stack halves the image
         self.dense = normalized_init(nn.Linear(size, self.num_features), 1.4)
 
-    def forward(self, obs):
-        x = obs.permute(0, 3, 1, 2) / 255.0  # NHWC in memory: channels_last costs no copy
-        x = self.stacks(x).relu().flatten(1)
-        return self.dense(x).relu()
+    def forward(self, obs, bf16=False):
+        # no cache: a CUDA graph would keep the cached weights
+        with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
+            x = obs.permute(0, 3, 1, 2) / 255.0  # NHWC in memory: channels_last costs no copy
+            x = self.stacks(x).relu().flatten(1)
+            x = self.dense(x).relu()
+        return x.float()  # bfloat16 is too coarse for the heads
 
 
 class Outputs(NamedTuple):
@@ -208,10 +213,10 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor, bf16: bool = False) -> Outputs:
         """obs: (M, height, width, channels). bf16: the encoders compute in bfloat16."""
-        features = encode(self.policy_encoder, obs, bf16)
+        features = self.policy_encoder(obs, bf16)
         value_features = features
         if self.arch == "dual":
-            value_features = encode(self.value_encoder, obs, bf16)
+            value_features = self.value_encoder(obs, bf16)
         elif self.arch == "detach":
             value_features = features.detach()  # L_value must not train the encoder
         logits = self.policy_head(features)
@@ -221,13 +226,13 @@ class Agent(nn.Module):
 
 
 class Policy(Categorical):
-    """pi(.|o) at M observations, from logits (M, A)."""
+    """pi(.|o) at M observations, from logits (M, A). It never waits for the GPU."""
 
     def __init__(self, logits: Tensor):
-        super().__init__(logits=logits, validate_args=False)  # validation waits for the GPU
+        super().__init__(logits=logits, validate_args=False)
 
     def sample(self, generator=None):
-        """Actions (M,), without waiting, by the Gumbel-max trick: -log(Exp(1)) is Gumbel noise."""
+        """Actions (M,) by the Gumbel-max trick: -log(Exp(1)) is Gumbel noise."""
         gumbel = -torch.empty_like(self.logits).exponential_(generator=generator).log()
         return (self.logits + gumbel).argmax(-1)
 
@@ -268,11 +273,13 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk, a part of a minibatch: obs, actions, logprobs,
-# values, advantages, targets, each (M, ...). It returns (loss, statistics to log). Both must be
-# means over samples: gradient_step averages over chunks. It must not wait for the GPU (.item()).
+# A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
+# of a rollout obs, actions, logprobs, values, advantages, targets; of B obs, targets, old_logits. A
+# loss returns (loss, statistics to log), both means over samples, as gradient_step averages over
+# chunks. It must not wait for the GPU (.item()).
 def policy_loss(args: Args, out: Outputs, chunk: dict):
-    """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv)."""
+    """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
+    r = pi(a|o) / pi(a|o) of the policy that acted."""
     pi = Policy(out.logits)
     logratio = pi.log_prob(chunk["actions"]) - chunk["logprobs"]
     ratio = logratio.exp()
@@ -353,8 +360,8 @@ def make_optimizer(agent, learning_rate):
 
 
 # ---- 4 Training loop ----
-def train(args: Args, run: "Run"):
-    """Algorithm 1 of the paper."""
+def train(args: Args, run: "Run", act, gradient_step):
+    """Algorithm 1 of the paper. act, gradient_step: the functions above, or CUDA graphs of them."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
@@ -374,19 +381,16 @@ def train(args: Args, run: "Run"):
     obs[T] = first_obs
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode
     raw_rewards = torch.empty((T, N))
-    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B: some of rollout
+    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B: parts of rollout
 
     # Checkpoints save what changes from one iteration to the next. A resumed run gets it here.
     run.keep(agent=agent, episodes=episodes, reward_normalizer=reward_normalizer)
     run.keep(optimizer=optimizer, value_optimizer=value_optimizer, aux_optimizer=aux_optimizer)
     run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)
 
-    # Flags for speed. The two names compute what act and gradient_step compute.
     bf16 = args.aux_dtype == "bfloat16"
     if args.compile:
         compile_encoders(agent)
-    act_step = CudaGraphs(act) if args.cuda_graphs else act
-    take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
     # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...), B (256, 2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
@@ -401,7 +405,7 @@ def train(args: Args, run: "Run"):
         firsts[0] = firsts[T]
         steps = []
         for t in range(T):
-            steps.append(act_step(agent, obs=obs[t]))  # actions, logprobs, values
+            steps.append(act(agent, obs=obs[t]))  # actions, logprobs, values
             actions = steps[t]["actions"].cpu().numpy()  # waits for the GPU
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
             obs[t + 1] = torch.from_numpy(next_obs)
@@ -418,7 +422,7 @@ def train(args: Args, run: "Run"):
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        std, mean = torch.std_mean(gather(advantages), correction=0)  # of V_targ - V
+        std, mean = torch.std_mean(gather(advantages), correction=0)  # Adv = V_targ - V
         row["losses/explained_variance"] = 1 - (std / gather(targets).std(correction=0)) ** 2
         # [PPG-4] Advantages are normalized over the whole batch, not in each minibatch.
         rollout["advantages"] = ((advantages - mean) / (std + 1e-8)).to(device)
@@ -428,7 +432,7 @@ def train(args: Args, run: "Run"):
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
         if args.e_policy == args.e_value:  # a step on both losses, as in the authors' code
             epochs = [(optimizer, (policy_loss, value_loss))] * args.e_policy
-        else:  # their order
+        else:  # in their code, value epochs come first
             epochs = [(value_optimizer, (value_loss,))] * args.e_value
             epochs += [(optimizer, (policy_loss,))] * args.e_policy
         stats = []
@@ -436,7 +440,7 @@ def train(args: Args, run: "Run"):
             sample_inds = torch.randperm(T * N, device=device)
             for mb_inds in sample_inds.view(args.num_minibatches, -1):
                 mb = {name: x[mb_inds] for name, x in batch.items()}
-                stats.append(take_gradient_step(agent, args, opt, losses, **mb))
+                stats.append(gradient_step(agent, args, opt, losses, **mb))
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Policy phase: add all (o_t, V_targ) to B ====
@@ -463,7 +467,7 @@ def train(args: Args, run: "Run"):
                 rollout_inds = torch.randperm(args.n_iteration * N).to(old_logits.device)
                 for inds in rollout_inds.view(-1, args.num_aux_rollouts):
                     mb = {k: x[:, inds].flatten(0, 1).to(device) for k, x in aux_batch.items()}
-                    stats.append(take_gradient_step(agent, args, aux_optimizer, losses, bf16, **mb))
+                    stats.append(gradient_step(agent, args, aux_optimizer, losses, bf16, **mb))
             row.update(mean_stats(stats, "losses/aux/"))
 
         # ==== Evaluate, log, save ====
@@ -471,7 +475,7 @@ def train(args: Args, run: "Run"):
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if is_last or iteration % args.n_iteration == 0:  # when B is empty: it is not saved
+        if is_last or iteration % args.n_iteration == 0:  # only when B is empty: it is not saved
             run.save(iteration)
 
 
@@ -571,13 +575,6 @@ def set_up_device(args):
         libc = ctypes.CDLL(None)
         libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-
-
-def encode(encoder, obs, bf16):
-    """Features in float32. bf16: computed in bfloat16, which is too coarse for the heads."""
-    # no cache: a CUDA graph would keep the cached weights
-    with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
-        return encoder(obs).float()
 
 
 def compile_encoders(agent):
@@ -846,7 +843,10 @@ def main(args):
         set_up_device(args)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
-        train(args, Run(args))
+        if args.cuda_graphs:
+            train(args, Run(args), CudaGraphs(act), CudaGraphs(gradient_step))
+        else:
+            train(args, Run(args), act, gradient_step)
         if NUM_RANKS > 1:
             dist.destroy_process_group()  # after the CUDA graphs of train, for which NCCL waits
         if RANK == 0 and args.track:

@@ -2,10 +2,11 @@
 
     python ppo_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
 
-PPO is sections 2 to 4, as in ppg_procgen.py where both agree. Without flags, on one GPU or a CPU,
-read gather(x) as x, act_step as act, take_gradient_step as gradient_step; skip average_grads and
-run.keep. M: samples, A: actions. Departures from openai/train-procgen: torch's Adam and pooling;
-rewards are normalized over all ranks. Faster: --cuda-graphs, --compile (see --help).
+To learn PPO, read sections 2 to 4, as in ppg_procgen.py where both agree, and stop. With one
+process, gather(x) is x, and average_grads does nothing. S: entropy, M: samples, A: actions.
+Departures from openai/train-procgen: torch's Adam and pooling; rewards are normalized over all
+ranks.
+Faster: --cuda-graphs, --compile.
 """
 
 # /// script
@@ -82,7 +83,7 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount in reward normalization only, as the authors'
+    reward_gamma: float = 0.99  # rewards are divided by the std of sums of past ones; its discount
     num_minibatches: int = 8  # minibatches of an epoch over T * N samples
     update_epochs: int = 3  # epochs over the T * N samples of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
@@ -166,13 +167,13 @@ class Agent(nn.Module):
 
 
 class Policy(Categorical):
-    """pi(.|o) at M observations, from logits (M, A)."""
+    """pi(.|o) at M observations, from logits (M, A). It never waits for the GPU."""
 
     def __init__(self, logits: Tensor):
-        super().__init__(logits=logits, validate_args=False)  # validation waits for the GPU
+        super().__init__(logits=logits, validate_args=False)
 
     def sample(self, generator=None):
-        """Actions (M,), without waiting, by the Gumbel-max trick: -log(Exp(1)) is Gumbel noise."""
+        """Actions (M,) by the Gumbel-max trick: -log(Exp(1)) is Gumbel noise."""
         gumbel = -torch.empty_like(self.logits).exponential_(generator=generator).log()
         return (self.logits + gumbel).argmax(-1)
 
@@ -217,11 +218,13 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk, a part of a minibatch: obs, actions, logprobs,
-# values, advantages, targets, each (M, ...). It returns (loss, statistics to log). Both must be
-# means over samples: gradient_step averages over chunks. It must not wait for the GPU (.item()).
+# A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
+# obs, actions, logprobs, values, advantages, targets. A loss returns (loss, statistics to log),
+# both means over samples, as gradient_step averages over chunks. It must not wait for the GPU
+# (.item()).
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
-    """-L_clip - c S[pi] + vf_coef * value loss."""
+    """-L_clip - c S[pi] + vf_coef * value loss, L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
+    r = pi(a|o) / pi(a|o) of the policy that acted."""
     pi = Policy(out.logits)
     logratio = pi.log_prob(chunk["actions"]) - chunk["logprobs"]
     ratio = logratio.exp()
@@ -286,8 +289,8 @@ def make_optimizer(agent, learning_rate):
 
 
 # ---- 4 Training loop ----
-def train(args: Args, run: "Run"):
-    """Proximal Policy Optimization."""
+def train(args: Args, run: "Run", act, gradient_step):
+    """PPO. act, gradient_step: the functions above, or CUDA graphs of them."""
     T = args.num_steps
     N = args.num_envs
     device = torch.device(args.device)
@@ -310,11 +313,8 @@ def train(args: Args, run: "Run"):
     run.keep(optimizer=optimizer)
     run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)
 
-    # Flags for speed. The two names compute what act and gradient_step compute.
     if args.compile:
         compile_encoders(agent)
-    act_step = CudaGraphs(act) if args.cuda_graphs else act
-    take_gradient_step = CudaGraphs(gradient_step) if args.cuda_graphs else gradient_step
 
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
         torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # a resumed run draws alike
@@ -328,7 +328,7 @@ def train(args: Args, run: "Run"):
         firsts[0] = firsts[T]
         steps = []
         for t in range(T):
-            steps.append(act_step(agent, obs=obs[t]))  # actions, logprobs, values
+            steps.append(act(agent, obs=obs[t]))  # actions, logprobs, values
             actions = steps[t]["actions"].cpu().numpy()  # waits for the GPU
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
             obs[t + 1] = torch.from_numpy(next_obs)
@@ -359,7 +359,7 @@ def train(args: Args, run: "Run"):
                 std, mean = torch.std_mean(mb["advantages"], correction=0)
                 mb["advantages"] = (mb["advantages"] - mean) / (std + 1e-8)
                 losses = (ppo_loss,)
-                stats.append(take_gradient_step(agent, args, optimizer, losses, **mb))
+                stats.append(gradient_step(agent, args, optimizer, losses, **mb))
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Evaluate, log, save ====
@@ -716,7 +716,10 @@ def main(args):
         set_up_device(args)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
-        train(args, Run(args))
+        if args.cuda_graphs:
+            train(args, Run(args), CudaGraphs(act), CudaGraphs(gradient_step))
+        else:
+            train(args, Run(args), act, gradient_step)
         if NUM_RANKS > 1:
             dist.destroy_process_group()  # after the CUDA graphs of train, for which NCCL waits
         if RANK == 0 and args.track:

@@ -89,7 +89,7 @@ def test_no_two_ranks_of_any_seeds_play_the_same(monkeypatch, script):
     for seed, rank in itertools.product(range(3), range(3)):
         monkeypatch.setattr(script, "RANK", rank)
         with pytest.raises(SystemExit) as end:
-            script.train(script.Args(seed=seed, cuda=False), None)
+            script.train(script.Args(seed=seed, cuda=False), None, None, None)
         seeds.add(end.value.code)
     assert len(seeds) == 9
     with pytest.raises(SystemExit, match="2"):  # procgen takes an int32

@@ -99,9 +99,9 @@ def test_another_environment(tmp_path, monkeypatch, capsys):
     assert evaluation == evaluation_
     args = make_args(module, tmp_path, **flags | {"eval_interval": 0})
     run = SimpleNamespace(iteration=0, keep=lambda **_: None, log=print, save=print)
-    module.train(module.replace(args, seed=2), run)
+    module.train(module.replace(args, seed=2), run, module.act, module.gradient_step)
     monkeypatch.setattr(module, "RANK", 1)
-    module.train(args, run)
+    module.train(args, run, module.act, module.gradient_step)
     assert len({*training, *evaluation, *resumed, *Blink.seeds[16:]}) == 5 * 4
     # at a time limit, the value of the last observation is added; all rewards are the same
     agent = module.Agent(args, module.make_envs(args, 0, 0, 0))

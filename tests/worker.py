@@ -33,8 +33,9 @@ class SmallCNN(nn.Module):
         super().__init__()
         self.dense = nn.Linear(8 * 8 * 3, self.num_features)
 
-    def forward(self, obs: torch.Tensor) -> torch.Tensor:
-        return self.dense(obs[:, ::8, ::8].flatten(1) / 255.0).relu()
+    def forward(self, obs: torch.Tensor, bf16: bool = False) -> torch.Tensor:
+        with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
+            return self.dense(obs[:, ::8, ::8].flatten(1) / 255.0).relu().float()
 
 
 class ScriptedGames:
