@@ -173,10 +173,9 @@ def test_what_could_not_be_read_back_ends_the_run_at_its_first_checkpoint(tmp_pa
 
 
 def test_two_objects_cannot_be_kept_under_one_name(tmp_path):
-    run = ppg_procgen.Run(ppg_procgen.Args(run_dir=str(tmp_path)))
-    run.keep(a=torch.zeros(1))
+    run, x = ppg_procgen.Run(ppg_procgen.Args(run_dir=str(tmp_path))), torch.zeros(1)
     with pytest.raises(AssertionError, match="kept already: {'a'}"):
-        run.keep(a=torch.zeros(1), b=torch.zeros(1))
+        run.keep(b=x, a=run.keep(a=x))
 
 
 def test_a_run_in_use_is_refused(stopped):
