@@ -664,7 +664,7 @@ def check(args):
     require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, "seed must be below 2**31 - 1 / ranks")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     end = args.start_level + args.num_levels
-    require(0 <= args.start_level <= end < NUM_LEVELS, f"levels end before {NUM_LEVELS}")
+    require(0 <= args.start_level <= end < NUM_LEVELS, f"levels are 0 to {NUM_LEVELS - 2}")
     samples = args.num_envs * args.num_steps
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")

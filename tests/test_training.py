@@ -162,7 +162,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --chunk-size -1": "chunk_size must be at least 1",
     "ppg --total-timesteps 16383": "total_timesteps must be at least 16384",
     "ppg --seed 3000000000": "seed must be below",
-    "ppg --start-level 2147483640 --num-levels 7": "levels end before 2147483647",
+    "ppg --start-level 2147483640 --num-levels 7": "levels are 0 to 2147483645",
     "ppo --start-level 7": "start_level needs num_levels",
     "ppg --cuda-graphs --no-cuda": "--compile, --cuda-graphs: no GPU",
     "ppo --compile --no-cuda": "--compile, --cuda-graphs: no GPU",
