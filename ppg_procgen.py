@@ -105,7 +105,7 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # rewards are divided by the std of sums of past ones; its discount
+    reward_gamma: float = 0.99  # discount of past rewards, by whose std rewards are divided
     num_minibatches: int = 8  # minibatches of an epoch over T * N samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: int = 1  # E_V: value epochs of an iteration
@@ -118,7 +118,7 @@ class Args:
     # value head only; shared: one, trained by all losses
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; 8 if a run has below 200
+    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; set 8 for runs below 200
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
@@ -127,7 +127,7 @@ class Args:
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
-    chunk_size: int = 1024  # larger minibatches are passed in parts, to save memory
+    chunk_size: int = 1024  # samples in a pass; of larger minibatches, gradients add up
     buffer_on_cpu: bool = False  # keep B in host memory
 
     @property
@@ -345,7 +345,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
         results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
         (share * sum(loss for loss, _ in results)).backward()
         add_stats(stats, results, share)
-        del out  # frees what no loss has used
+        del out  # frees unused parts
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)  # over ranks
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)

@@ -83,7 +83,7 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # rewards are divided by the std of sums of past ones; its discount
+    reward_gamma: float = 0.99  # discount of past rewards, by whose std rewards are divided
     num_minibatches: int = 8  # minibatches of an epoch over T * N samples
     update_epochs: int = 3  # epochs over the T * N samples of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
@@ -94,7 +94,7 @@ class Args:
     # speed and memory
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
-    chunk_size: int = 1024  # larger minibatches are passed in parts, to save memory
+    chunk_size: int = 1024  # samples in a pass; of larger minibatches, gradients add up
 
     @property
     def device(self) -> str:
@@ -275,7 +275,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
         results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
         (share * sum(loss for loss, _ in results)).backward()
         add_stats(stats, results, share)
-        del out  # frees what no loss has used
+        del out  # frees unused parts
     params = [x for x in agent.parameters() if x.grad is not None]
     average_grads(params)  # over ranks
     stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
