@@ -62,7 +62,7 @@ def test_short_episodes_count_no_more_than_long_ones(script):
 def test_the_seed_draws_the_actions(script, monkeypatch):
     monkeypatch.setattr(script, "ImpalaCNN", SmallCNN)
     agent = make_agent(script)
-    args = script.Args(num_envs=8, cuda=False)
+    args = script.Args(env_id="fruitbot", num_envs=8, cuda=False)
     first, second, other = (script.evaluate(agent, script.make_envs(args, 0, 5, 1), x).tolist() for x in (1, 1, 2))
     assert first == second != other
 
@@ -88,7 +88,7 @@ def evaluated(request, tmp_path_factory):
 
 def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
     script, run_dir, [(_, training), (first, played), (second, _)] = evaluated
-    assert training == {10, 11, 12} and min(played) >= 13 and first == second
+    assert training <= {10, 11, 12} and min(played) >= 13 and first == second
     agent = make_agent(script)
     agent.load_state_dict(torch.load(run_dir / "agent.pt"))
     args = script.Args(env_id="bossfight", num_envs=4, cuda=False)

@@ -74,8 +74,8 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", RUNS)
 def test_whole_run(name, tmp_path, monkeypatch):
     """In float64 what differs is rounding alone."""
-    if sys.version_info >= (3, 13) and name in ("detach", "ppo"):
-        pytest.skip("procgen-gym draws jumper with some other pixels")
+    if name in ("detach", "ppo") and sys.version_info[:2] not in ((3, 11), (3, 12)):
+        pytest.skip("procgen-mirror, with which the published runs were made, draws jumper with some other pixels")
     use_float64(RUNS[name][0], monkeypatch.setattr)
     try:
         trace = run(name, tmp_path / "run", monkeypatch.setattr)
