@@ -27,8 +27,7 @@ How to change it:
     what B stores    more of rollout: make_buffer(..., values=torch.empty((T, N)))
     the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
     records          to log: row["name"] = x; to save for a resumed run: run.keep(name=x)
-    a coefficient    if it changes, --cuda-graphs would freeze a number. Below mb = ... in train:
-                     mb["c"] = torch.tensor(c, device=device). In the loss: chunk["c"]
+    a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
 Faster: --aux-dtype bfloat16, --cuda-graphs, --compile.
 """
 
@@ -223,6 +222,9 @@ class Agent(nn.Module):
         aux_values = self.aux_value_head(features).squeeze(-1)
         values = self.value_head(value_features).squeeze(-1)
         return Outputs(logits, aux_values, values)
+
+    def logits(self, obs, bf16):
+        return self.policy_head(self.policy_encoder(obs, bf16))
 
 
 class Policy(Categorical):
@@ -454,7 +456,7 @@ def train(args: Args, run: "Run", act, gradient_step):
             # [PPG-5] pi_old on all of B is the policy as it is now, not the one that acted.
             with torch.no_grad():
                 parts = buffer["obs"].flatten(0, 1).split(args.chunk_size)
-                logits = torch.cat([agent(x.to(device), bf16).logits for x in parts])
+                logits = torch.cat([agent.logits(x.to(device), bf16) for x in parts])
             old_logits = logits.view(T, args.n_iteration * N, -1).to(buffer["obs"].device)
             aux_batch = buffer | {"old_logits": old_logits}  # (T, N_pi * N, ...)
 
