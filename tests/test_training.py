@@ -246,8 +246,8 @@ def test_tensorboard_shows_what_the_table_holds(trained, script):
         expected = {int(row["global_step"]): float(row[name]) for row in rows if row[name] != ""}
         values = {event.step: event.value for event in events.Scalars(name)}
         assert values == pytest.approx(expected, rel=1e-6, nan_ok=True)
-    wanted = {"episodic_return", "SPS", "learning_rate", "value_loss", "policy_loss", "approx_kl", "explained_variance"}
-    assert wanted <= {name.split("/")[-1] for name in rows[0]}
+    wanted = "episodic_return episodic_length SPS learning_rate value_loss policy_loss entropy approx_kl clipfrac"
+    assert {*wanted.split(), "explained_variance"} <= {name.split("/")[-1] for name in rows[0]}
 
 
 @pytest.mark.slow
