@@ -4,7 +4,7 @@
     python benchmark/evaluate.py runs/RUN --levels 0:50 --greedy --video           # each of the levels 0 to 49 once
     python benchmark/evaluate.py agent.pt --env-id starpilot --modes easy hard     # weights on their own
 
-The script in the run folder plays, by its evaluate(); weights on their own are played by the repository's scripts.
+The script in the run folder plays, by its evaluate(); other weights are played by the repository's scripts.
 Mean, standard error and 95 % interval are over the means of levels, because episodes of one level are alike; with a
 single level, they are over its episodes. In other environments than Procgen, a level is a seed.
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# First on a new GPU: a short run as it is, with CUDA graphs, with all fast flags; the GPU's tests; speeds.
+# For a new GPU: short runs (plain, with CUDA graphs, with all fast flags), the GPU's tests, speeds.
 TINY=1 source "$(dirname "$0")/common.sh"
 set -e
 fast="--compile --cuda-graphs --aux-dtype bfloat16"
