@@ -22,7 +22,7 @@ does nothing. S: entropy, M: samples, A: actions. [PPG-k]: a detail of the autho
 easily missed.
 
 How to change it:
-    a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuple
+    a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuples
     the network      ImpalaCNN, and its heads in Agent and Outputs
     what B stores    more of rollout: make_buffer(..., values=torch.empty((T, N)))
     the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
@@ -54,7 +54,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # name of the experiment
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run to continue
-    eval_interval: int = 0  # iterations between evaluations, on unseen levels if there are any
+    eval_interval: int = 0  # iterations between evaluations, on unseen levels if any
     cuda: bool = True  # use the GPU if there is one
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
@@ -99,34 +99,34 @@ class Args:
     num_envs: int = 64  # N: environments of each rank
     env_threads: int = -1  # Procgen's threads; -1: by cores
     # policy phase
-    num_steps: int = 256  # T: steps of each environment in a rollout
+    num_steps: int = 256  # T: steps of an environment in a rollout
     learning_rate: float = 5e-4  # Adam's, in the policy phase
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount of past rewards, by whose std rewards are divided
-    num_minibatches: int = 8  # minibatches of an epoch over T * N samples
+    reward_gamma: float = 0.99  # discount in the sums whose std divides rewards
+    num_minibatches: int = 8  # minibatches of an epoch of T * N samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: int = 1  # E_V: value epochs of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
     kl_coef: float = 0.0  # beta_pi; the paper's variant: --clip-coef 0 --kl-coef 1
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    ent_coef: float = 0.01  # c: weight of the entropy bonus
     vf_coef: float = 1.0  # weight of L_value in the policy phase
     max_grad_norm: float = 0.0  # clip the gradient's norm; 0: no clipping
     # dual: a network each for policy and values (the paper's PPG); detach: one, L_value trains its
     # value head only; shared: one, trained by all losses
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; set 8 for runs below 200
+    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; for runs below 200, use 8
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
     num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
-    # precision of encoders, auxiliary phase. bfloat16: RTX 30 and later, CPUs with AMX, avx512_bf16
+    # encoders in the auxiliary phase. bfloat16 needs an RTX 30 or later, or AMX or avx512_bf16
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
-    chunk_size: int = 1024  # samples in a pass; of larger minibatches, gradients add up
+    chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
     buffer_on_cpu: bool = False  # keep B in host memory
 
     @property
@@ -247,7 +247,7 @@ class RewardNormalizer:
     def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        self.number = 1e-4  # of all R_t so far, with a weak prior of variance 1
+        self.number = 1e-4  # of R_t so far, with a weak prior of variance 1
         self.total = 0.0
         self.squares = 1e-4
 
@@ -276,9 +276,9 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 
 
 # A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
-# of a rollout obs, actions, logprobs, values, advantages, targets; of B obs, targets, old_logits. A
-# loss returns (loss, statistics to log), both means over samples, as gradient_step averages over
-# chunks. It must not wait for the GPU (.item()).
+# of a rollout obs, actions, logprobs, values, normalized advantages, targets; of B obs, targets,
+# old_logits. A loss returns (loss, statistics to log), both means over samples, as gradient_step
+# averages over chunks. It must not wait for the GPU (.item()).
 def policy_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -545,7 +545,7 @@ class EpisodeStatistics:
 
 
 def make_eval_envs(args):
-    unseen = args.start_level + args.num_levels  # the first level that is not in training
+    unseen = args.start_level + args.num_levels  # the first level not in training
     return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
 
 
@@ -605,7 +605,7 @@ class CudaGraphs:
         if self.num_calls[key] == 4:
             graph = torch.cuda.CUDAGraph()
             stored = {name: x.clone() for name, x in inputs.items()}
-            gc.collect()  # not within the capture, where it may fail
+            gc.collect()  # not in the capture, where it may fail
             print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
             with torch.cuda.graph(graph, None, torch.cuda.current_stream(), "thread_local"):
                 outputs = self.function(*fixed, **stored)
@@ -633,7 +633,7 @@ def make_buffer(args, **examples):
         is_gpu = args.device != "cpu" and not args.buffer_on_cpu
         device = args.device if is_gpu and size < 0.6 * torch.cuda.mem_get_info()[1] else "cpu"
         print(f"the buffer B: {size / 1e9:.1f} GB on {device}", flush=True)
-        for name, x in examples.items():  # written to, so that missing memory shows now
+        for name, x in examples.items():  # written, so that missing memory shows now
             shape = (len(x), args.n_iteration * args.num_envs, *x.shape[2:])
             buffer[name] = torch.full(shape, 0, dtype=x.dtype, device=device)
     return buffer
@@ -701,13 +701,13 @@ class Run:
             wandb.init(**where, config=asdict(args), sync_tensorboard=True)
         if RANK == 0:
             step = int(self.rows[-1]["global_step"]) if self.rows else 0
-            self.tensorboard = SummaryWriter(args.run_dir, purge_step=step + 1)
+            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step + 1)
 
     def keep(self, per_rank=False, **objects):
-        """Save objects in checkpoints; in a resumed run, restore them. They are tensors, have a
-        state_dict, or their attributes are their state. per_rank: each has its own."""
+        """Save objects in checkpoints; in a resumed run, restore them. Tensors change in place.
+        Others have a state_dict, or their attributes are their state. per_rank: each its own."""
         kept = self.own if per_rank else self.shared
-        assert not kept.keys() & objects.keys(), f"kept already: {kept.keys() & objects.keys()}"
+        assert not kept.keys() & objects.keys(), "a name is kept already"
         kept.update(objects)
         if self.iteration > 0:
             saved = self.saved["ranks"][RANK] if per_rank else self.saved["shared"]
@@ -782,13 +782,16 @@ def require(condition, message):
 
 def check(args):
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
+    for name in ("env_id", "distribution_mode", "arch", "aux_dtype"):
+        choices = get_args(Args.__annotations__[name])
+        require(not choices or getattr(args, name) in choices, f"{name} must be one of {choices}")
     counts = "num_envs num_steps num_minibatches n_iteration chunk_size num_aux_rollouts"
     for name in counts.split():
         require(getattr(args, name) > 0, f"{name} must be at least 1")
     require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, "seed must be below 2**31 - 1 / ranks")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     end = args.start_level + args.num_levels
-    require(0 <= args.start_level <= end < NUM_LEVELS, f"levels are 0 to {NUM_LEVELS - 2}")
+    require(0 <= args.start_level <= end < NUM_LEVELS, f"training levels: 0 to {NUM_LEVELS - 2}")
     samples = args.num_envs * args.num_steps
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
@@ -814,7 +817,7 @@ def parse_args():
     require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
     default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
     args = tyro.cli(Args, default=default)
-    if args.device == "cpu":  # the run began on a GPU, perhaps
+    if args.device == "cpu":  # it began on a GPU, perhaps
         args = replace(args, compile=False, cuda_graphs=False)
     may_change = {"cuda", "compile", "cuda_graphs", "aux_dtype", "buffer_on_cpu", "env_threads"}
     may_change |= {"chunk_size", "eval_interval", "track", "wandb_project_name", "wandb_entity"}
@@ -825,9 +828,6 @@ def parse_args():
 
 def main(args):
     check(args)
-    size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if size != "1" and NUM_RANKS == 1:
-        print("mpirun and srun start separate runs: use torchrun")
     if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
         print("torch finds no GPU: driver too old for this torch? See README")
     if RANK > 0:

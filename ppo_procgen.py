@@ -2,8 +2,8 @@
 
     python ppo_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
 
-To learn PPO, read sections 2 to 4, as in ppg_procgen.py where both agree, and stop. With one
-process, gather(x) is x, and average_grads does nothing. S: entropy, M: samples, A: actions.
+To learn PPO, read sections 2 to 4 and stop. Much is as in ppg_procgen.py. With one process,
+gather(x) is x, and average_grads does nothing. S: entropy, M: samples, A: actions.
 Departures from openai/train-procgen: torch's Adam and pooling; rewards are normalized over all
 ranks.
 Faster: --cuda-graphs, --compile.
@@ -32,7 +32,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class Args:
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run to continue
     checkpoint_interval: int = 4  # iterations between checkpoints
-    eval_interval: int = 0  # iterations between evaluations, on unseen levels if there are any
+    eval_interval: int = 0  # iterations between evaluations, on unseen levels if any
     cuda: bool = True  # use the GPU if there is one
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
@@ -78,23 +78,23 @@ class Args:
     num_envs: int = 64  # N: environments of each rank
     env_threads: int = -1  # Procgen's threads; -1: by cores
     # optimization
-    num_steps: int = 256  # T: steps of each environment in a rollout
+    num_steps: int = 256  # T: steps of an environment in a rollout
     learning_rate: float = 5e-4  # Adam's learning rate
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount of past rewards, by whose std rewards are divided
-    num_minibatches: int = 8  # minibatches of an epoch over T * N samples
+    reward_gamma: float = 0.99  # discount in the sums whose std divides rewards
+    num_minibatches: int = 8  # minibatches of an epoch of T * N samples
     update_epochs: int = 3  # epochs over the T * N samples of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
-    ent_coef: float = 0.01  # weight of the entropy bonus
+    ent_coef: float = 0.01  # c: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     clip_vloss: bool = True  # clip the change of the value by --clip-coef
     max_grad_norm: float = 0.5  # clip the gradient's norm; 0: no clipping
     # speed and memory
     cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
     compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
-    chunk_size: int = 1024  # samples in a pass; of larger minibatches, gradients add up
+    chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
 
     @property
     def device(self) -> str:
@@ -187,7 +187,7 @@ class RewardNormalizer:
     def __init__(self, args):
         self.gamma = args.reward_gamma
         self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        self.number = 1e-4  # of all R_t so far, with a weak prior of variance 1
+        self.number = 1e-4  # of R_t so far, with a weak prior of variance 1
         self.total = 0.0
         self.squares = 1e-4
 
@@ -435,7 +435,7 @@ class EpisodeStatistics:
 
 
 def make_eval_envs(args):
-    unseen = args.start_level + args.num_levels  # the first level that is not in training
+    unseen = args.start_level + args.num_levels  # the first level not in training
     return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
 
 
@@ -495,7 +495,7 @@ class CudaGraphs:
         if self.num_calls[key] == 4:
             graph = torch.cuda.CUDAGraph()
             stored = {name: x.clone() for name, x in inputs.items()}
-            gc.collect()  # not within the capture, where it may fail
+            gc.collect()  # not in the capture, where it may fail
             print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
             with torch.cuda.graph(graph, None, torch.cuda.current_stream(), "thread_local"):
                 outputs = self.function(*fixed, **stored)
@@ -577,13 +577,13 @@ class Run:
             wandb.init(**where, config=asdict(args), sync_tensorboard=True)
         if RANK == 0:
             step = int(self.rows[-1]["global_step"]) if self.rows else 0
-            self.tensorboard = SummaryWriter(args.run_dir, purge_step=step + 1)
+            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step + 1)
 
     def keep(self, per_rank=False, **objects):
-        """Save objects in checkpoints; in a resumed run, restore them. They are tensors, have a
-        state_dict, or their attributes are their state. per_rank: each has its own."""
+        """Save objects in checkpoints; in a resumed run, restore them. Tensors change in place.
+        Others have a state_dict, or their attributes are their state. per_rank: each its own."""
         kept = self.own if per_rank else self.shared
-        assert not kept.keys() & objects.keys(), f"kept already: {kept.keys() & objects.keys()}"
+        assert not kept.keys() & objects.keys(), "a name is kept already"
         kept.update(objects)
         if self.iteration > 0:
             saved = self.saved["ranks"][RANK] if per_rank else self.saved["shared"]
@@ -658,13 +658,16 @@ def require(condition, message):
 
 def check(args):
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
+    for name in ("env_id", "distribution_mode"):
+        choices = get_args(Args.__annotations__[name])
+        require(not choices or getattr(args, name) in choices, f"{name} must be one of {choices}")
     counts = "num_envs num_steps num_minibatches update_epochs chunk_size checkpoint_interval"
     for name in counts.split():
         require(getattr(args, name) > 0, f"{name} must be at least 1")
     require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, "seed must be below 2**31 - 1 / ranks")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     end = args.start_level + args.num_levels
-    require(0 <= args.start_level <= end < NUM_LEVELS, f"levels are 0 to {NUM_LEVELS - 2}")
+    require(0 <= args.start_level <= end < NUM_LEVELS, f"training levels: 0 to {NUM_LEVELS - 2}")
     samples = args.num_envs * args.num_steps
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
@@ -686,7 +689,7 @@ def parse_args():
     require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
     default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
     args = tyro.cli(Args, default=default)
-    if args.device == "cpu":  # the run began on a GPU, perhaps
+    if args.device == "cpu":  # it began on a GPU, perhaps
         args = replace(args, compile=False, cuda_graphs=False)
     may_change = {"cuda", "compile", "cuda_graphs", "env_threads", "chunk_size", "eval_interval"}
     may_change |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity"}
@@ -697,9 +700,6 @@ def parse_args():
 
 def main(args):
     check(args)
-    size = os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
-    if size != "1" and NUM_RANKS == 1:
-        print("mpirun and srun start separate runs: use torchrun")
     if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
         print("torch finds no GPU: driver too old for this torch? See README")
     if RANK > 0:

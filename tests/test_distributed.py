@@ -1,5 +1,4 @@
-"""Several ranks, real processes that talk by gloo: the same algorithm as in one process, the same bits on every rank,
-lost ranks, and torchrun."""
+"""Several ranks, real processes that talk by gloo: the algorithm of one process, the same bits, lost ranks, torchrun."""
 
 import itertools
 import signal
@@ -135,12 +134,6 @@ def test_ranks_whose_weights_differ_end_at_the_checkpoint(tmp_path, ranks):
 def test_a_rank_without_its_world_is_refused(start, script, environment):
     result = start(script, {}, *as_flags(TINY), **environment).end()
     assert result.returncode == 2 and "RANK needs a WORLD_SIZE above it" in result.stderr
-
-
-def test_a_launcher_that_starts_equal_runs_is_named(start, tmp_path):
-    flags = TINY | {"run_dir": tmp_path / "run", "total_timesteps": 64}
-    result = start(ppo_procgen, {}, *as_flags(flags), OMPI_COMM_WORLD_SIZE="3").end()
-    assert result.returncode == 0 and result.stdout.startswith("mpirun and srun start separate runs")
 
 
 def test_another_number_of_ranks_is_refused_in_one_line(ranks, trained):

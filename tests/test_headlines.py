@@ -60,7 +60,7 @@ def test_one_million_steps(env_id, ppos):
     expected = [means([f"ppg_detach_{env_id}_1"], *block) for block in blocks]
     expected += [[f"{both.loc[first:last].mean():.2f}"] for first, last in blocks]
     expected += [published(env_id, *block)[::2] for block in blocks]
-    assert expected == [cell for name, cells in table("iterations | 1–16 | 17–32 | 33–48").items() if env_id in name for cell in cells]
+    assert expected == [cell for name, cells in table("iterations | 1–16").items() if env_id in name for cell in cells]
     rows, blocks = [[f"ppg_n8_{env_id}_1"], [f"ppg_detach_{env_id}_1"], ppos], [(1, 16), (17, 32), (33, 47)]
     expected = [means(names, *block) for names in rows for block in blocks]
     expected += [published(env_id, *block)[::2] for block in blocks]

@@ -162,7 +162,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --chunk-size -1": "chunk_size must be at least 1",
     "ppg --total-timesteps 16383": "total_timesteps must be at least 16384",
     "ppg --seed 3000000000": "seed must be below",
-    "ppg --start-level 2147483640 --num-levels 7": "levels are 0 to 2147483645",
+    "ppg --start-level 2147483640 --num-levels 7": "training levels: 0 to 2147483645",
     "ppo --start-level 7": "start_level needs num_levels",
     "ppg --cuda-graphs --no-cuda": "--compile, --cuda-graphs: no GPU",
     "ppo --compile --no-cuda": "--compile, --cuda-graphs: no GPU",
@@ -183,6 +183,12 @@ def test_bad_flags_end_with_a_message_and_exit_code_2(trained, tmp_path, monkeyp
         script.main(parse(script, *flags))
     assert end.value.code == 2 and BAD[command] in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_misspelt_choice_in_a_notebook_is_refused(tmp_path, script, capsys):
+    with pytest.raises(SystemExit):
+        script.main(script.Args(run_dir=str(tmp_path / "run"), env_id="starpilt"))
+    assert "env_id must be one of ('bigfish'," in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_arguments_are_frozen_and_without_an_auxiliary_phase_its_minibatches_may_be_any():
@@ -241,7 +247,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(run, monkeypatch, capsys):
 
 def test_tensorboard_shows_what_the_table_holds(trained, script):
     run_dir = trained(script, num_steps=64, total_timesteps=4 * 64 * 4)
-    events, rows = EventAccumulator(str(run_dir)).Reload(), read_rows(run_dir)
+    events, rows = EventAccumulator(str(run_dir / "tensorboard")).Reload(), read_rows(run_dir)
     for name in rows[0]:
         expected = {int(row["global_step"]): float(row[name]) for row in rows if row[name] != ""}
         values = {event.step: event.value for event in events.Scalars(name)}
@@ -256,6 +262,7 @@ def test_two_tracked_runs_in_one_process_are_two_runs(run, monkeypatch):
     for _ in range(2):
         (history,) = run(ppo_procgen, track=True).glob("wandb/offline-run-*/run-*.wandb")
         conftest.wait_for(lambda history=history: b"losses/policy_loss" in history.read_bytes())
+        (events,) = history.parents[2].glob("tensorboard/*")  # W&B's links in this folder would be logged again and again
 
 
 @pytest.mark.slow
