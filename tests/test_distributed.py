@@ -1,4 +1,4 @@
-"""Several ranks, real processes that talk by gloo: the algorithm of one process, the same bits, lost ranks, torchrun."""
+"""Several ranks, real processes, by gloo: the algorithm of one process, the same bits, lost ranks, torchrun."""
 
 import itertools
 import signal

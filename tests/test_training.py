@@ -262,7 +262,7 @@ def test_two_tracked_runs_in_one_process_are_two_runs(run, monkeypatch):
     for _ in range(2):
         (history,) = run(ppo_procgen, track=True).glob("wandb/offline-run-*/run-*.wandb")
         conftest.wait_for(lambda history=history: b"losses/policy_loss" in history.read_bytes())
-        (events,) = history.parents[2].glob("tensorboard/*")  # W&B's links in this folder would be logged again and again
+        (events,) = history.parents[2].glob("tensorboard/*")  # W&B's links here would be logged again and again
 
 
 @pytest.mark.slow
