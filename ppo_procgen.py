@@ -92,8 +92,8 @@ class Args:
     clip_vloss: bool = True  # clip the change of the value by --clip-coef
     max_grad_norm: float = 0.5  # clip the gradient's norm; 0: no clipping
     # speed and memory
-    cuda_graphs: bool = False  # on a GPU; takes up to 3 GB more
-    compile: bool = False  # on a GPU; takes a minute or two, needs gcc and Python.h
+    cuda_graphs: bool = False  # on a GPU, replay whole steps; up to 3 GB more
+    compile: bool = False  # encoders, on a GPU; a minute or two; needs gcc and Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
 
     @property
@@ -615,7 +615,6 @@ class Run:
         self.tensorboard.flush()
         share = row["iteration"] / self.args.num_iterations
         progress = f"return {row['charts/mean_return_100']:.2f}, {share:.1%}"
-        progress += f", {row['wall_time'] * (1 / share - 1) / 3600:.1f} hours left"
         print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
 
     def save(self, iteration):
@@ -664,7 +663,7 @@ def check(args):
     counts = "num_envs num_steps num_minibatches update_epochs chunk_size checkpoint_interval"
     for name in counts.split():
         require(getattr(args, name) > 0, f"{name} must be at least 1")
-    require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, "seed must be below 2**31 - 1 / ranks")
+    require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, f"seeds: 0 to {NUM_LEVELS // NUM_RANKS - 1}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     end = args.start_level + args.num_levels
     require(0 <= args.start_level <= end < NUM_LEVELS, f"training levels: 0 to {NUM_LEVELS - 2}")
@@ -712,14 +711,16 @@ def main(args):
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
             shutil.copy(__file__, folder)
             (folder / "args.json").write_text(json.dumps(about, indent=2))
-        print(f"{folder}: {args.num_iterations} iterations, on {args.device}", flush=True)
         set_up_device(args)
+        run = Run(args)
+        plan = f"{args.num_iterations} iterations, {run.iteration} done"
+        print(f"{folder}: {plan}, on {args.device}", flush=True)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
         if args.cuda_graphs:
-            train(args, Run(args), CudaGraphs(act), CudaGraphs(gradient_step))
+            train(args, run, CudaGraphs(act), CudaGraphs(gradient_step))
         else:
-            train(args, Run(args), act, gradient_step)
+            train(args, run, act, gradient_step)
         if NUM_RANKS > 1:
             dist.destroy_process_group()  # after the CUDA graphs of train, for which NCCL waits
         if RANK == 0 and args.track:

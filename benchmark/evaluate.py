@@ -185,7 +185,7 @@ def main(args: Args):
         label = {"weights": path, "iteration": iteration, "env_id": env_id, "mode": mode, "levels": name}
         label |= {"greedy": args.greedy, "seed": args.seed}
         summary = label | summarize(rows, *RANGES.reindex([(env_id, mode)]).iloc[0])  # of other environments: nan
-        text = "{mean:.2f} ± {stderr:.2f}, {low:.2f} to {high:.2f}, score {score:.3f}".format(**summary)
+        text = "{mean:.2f} ± {stderr:.2f}, 95 %: {low:.2f} to {high:.2f}, score {score:.3f}".format(**summary)
         print(f"{mode} {name}, {len(rows)} episodes: {text}", flush=True)
         out.mkdir(parents=True, exist_ok=True)
         is_first = not (out / "summary.csv").exists()

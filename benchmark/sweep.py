@@ -90,6 +90,7 @@ class Run:
     def result(self) -> str:
         code = self.process.returncode  # -9: killed by signal 9
         lines = re.findall(r"\w.*", self.log_file.read_text(errors="replace"))
+        lines = [line for line in lines if "--help" not in line]  # tyro's last line
         return f"exit code {code}: {lines[-1]}" if code else "finished"
 
 

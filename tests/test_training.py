@@ -161,7 +161,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --num-aux-rollouts 3": "num_aux_rollouts must divide 2048",
     "ppg --chunk-size -1": "chunk_size must be at least 1",
     "ppg --total-timesteps 16383": "total_timesteps must be at least 16384",
-    "ppg --seed 3000000000": "seed must be below",
+    "ppg --seed 3000000000": "seeds: 0 to 2147483646",
     "ppg --start-level 2147483640 --num-levels 7": "training levels: 0 to 2147483645",
     "ppo --start-level 7": "start_level needs num_levels",
     "ppg --cuda-graphs --no-cuda": "--compile, --cuda-graphs: no GPU",
