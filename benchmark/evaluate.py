@@ -109,7 +109,8 @@ class LevelEnvs:
             images = [env.render()[0] for env in self.envs]
         else:
             images = obs[..., -3:].repeat(8, 1).repeat(8, 2)  # of stacked images, the last
-        return np.hstack(images)
+        over = np.broadcast_to(np.any(self.ends, axis=0), self.num_envs)  # these are black
+        return np.hstack([image * ~is_over for image, is_over in zip(images, over, strict=True)])
 
 
 def play(script, agent, config, args: Args, levels: range, title: str) -> pd.DataFrame:
