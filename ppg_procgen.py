@@ -25,7 +25,7 @@ How to change it:
     a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuples
     the network      ImpalaCNN, and its heads in Agent and Outputs
     what B stores    more of rollout: make_buffer(..., values=torch.empty((T, N)))
-    the environment  make_envs: spaces, reset, step as gymnasium's vector environments, SAME_STEP
+    the environment  make_envs: gymnasium's vector interface, SAME_STEP; and state_dict to resume
     records          to log: row["name"] = x; to save for a resumed run: run.keep(name=x)
     a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
 Faster: --aux-dtype bfloat16, --cuda-graphs, --compile.
@@ -125,7 +125,7 @@ class Args:
     # encoders in the auxiliary phase. bfloat16 needs an RTX 30 or later, or AMX or avx512_bf16
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
     cuda_graphs: bool = False  # on a GPU, replay whole steps; up to 3 GB more
-    compile: bool = False  # encoders, on a GPU; a minute or two; needs gcc and Python.h
+    compile: bool = False  # encoders, on a GPU; a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
     buffer_on_cpu: bool = False  # keep the buffer B in host memory
 
@@ -384,13 +384,14 @@ def train(args: Args, run: "Run", act, gradient_step):
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode
     raw_rewards = torch.empty((T, N))
     buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B: parts of rollout
+    bf16 = args.aux_dtype == "bfloat16"
 
-    # Checkpoints save what changes from one iteration to the next. A resumed run gets it here.
+    # Checkpoints save what changes between iterations. A resumed run gets it here.
     run.keep(agent=agent, episodes=episodes, reward_normalizer=reward_normalizer)
     run.keep(optimizer=optimizer, value_optimizer=value_optimizer, aux_optimizer=aux_optimizer)
     run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)
-
-    bf16 = args.aux_dtype == "bfloat16"
+    if run.iteration == 0:
+        run.save(0)  # what cannot be saved fails now
     if args.compile:
         compile_encoders(agent)
 
@@ -461,7 +462,6 @@ def train(args: Args, run: "Run", act, gradient_step):
             aux_batch = buffer | {"old_logits": old_logits}  # (T, N_pi * N, ...)
 
             # E_aux epochs on L_joint + L_value
-            losses = (aux_loss,)
             stats = []
             for epoch in range(args.e_auxiliary):
                 print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
@@ -469,7 +469,7 @@ def train(args: Args, run: "Run", act, gradient_step):
                 rollout_inds = torch.randperm(args.n_iteration * N).to(old_logits.device)
                 for inds in rollout_inds.view(-1, args.num_aux_rollouts):
                     mb = {k: x[:, inds].flatten(0, 1).to(device) for k, x in aux_batch.items()}
-                    stats.append(gradient_step(agent, args, aux_optimizer, losses, bf16, **mb))
+                    stats.append(gradient_step(agent, args, aux_optimizer, (aux_loss,), bf16, **mb))
             row.update(mean_stats(stats, "losses/aux/"))
 
         # ==== Evaluate, log, save ====
@@ -477,7 +477,7 @@ def train(args: Args, run: "Run", act, gradient_step):
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if is_last or iteration % args.n_iteration == 0:  # only when B is empty: it is not saved
+        if is_last or iteration % args.n_iteration == 0:  # when B is empty: it is not saved
             run.save(iteration)
 
 
@@ -721,7 +721,7 @@ class Run:
         if RANK == 0:
             self.write({name: x if isinstance(x, int) else float(x) for name, x in row.items()})
         if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
-            sys.exit("a gradient is not finite: the run ends")
+            sys.exit("a gradient is not finite")
 
     def write(self, row):
         self.rows.append(row)
@@ -821,7 +821,7 @@ def parse_args():
     may_change = {"cuda", "compile", "cuda_graphs", "aux_dtype", "buffer_on_cpu", "env_threads"}
     may_change |= {"chunk_size", "eval_interval", "track", "wandb_project_name", "wandb_entity"}
     changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - may_change
-    require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
+    require(not changed, f"these settings cannot change: {', '.join(sorted(changed))}")
     return args
 
 
@@ -833,7 +833,7 @@ def main(args):
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
     lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
-    with lock:  # fails if another process has it
+    with lock:  # if no other process has it
         if RANK == 0 and args.resume is None:
             require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
@@ -850,7 +850,7 @@ def main(args):
         else:
             train(args, run, act, gradient_step)
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # after the CUDA graphs of train, for which NCCL waits
+            dist.destroy_process_group()  # after train's CUDA graphs, for which NCCL waits
         if RANK == 0 and args.track:
             sys.modules["wandb"].finish()
     print(f"{folder} is finished")

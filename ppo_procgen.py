@@ -93,7 +93,7 @@ class Args:
     max_grad_norm: float = 0.5  # clip the gradient's norm; 0: no clipping
     # speed and memory
     cuda_graphs: bool = False  # on a GPU, replay whole steps; up to 3 GB more
-    compile: bool = False  # encoders, on a GPU; a minute or two; needs gcc and Python.h
+    compile: bool = False  # encoders, on a GPU; a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
 
     @property
@@ -308,11 +308,12 @@ def train(args: Args, run: "Run", act, gradient_step):
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode
     raw_rewards = torch.empty((T, N))
 
-    # Checkpoints save what changes from one iteration to the next. A resumed run gets it here.
+    # Checkpoints save what changes between iterations. A resumed run gets it here.
     run.keep(agent=agent, episodes=episodes, reward_normalizer=reward_normalizer)
     run.keep(optimizer=optimizer)
     run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)
-
+    if run.iteration == 0:
+        run.save(0)  # what cannot be saved fails now
     if args.compile:
         compile_encoders(agent)
 
@@ -597,7 +598,7 @@ class Run:
         if RANK == 0:
             self.write({name: x if isinstance(x, int) else float(x) for name, x in row.items()})
         if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
-            sys.exit("a gradient is not finite: the run ends")
+            sys.exit("a gradient is not finite")
 
     def write(self, row):
         self.rows.append(row)
@@ -693,7 +694,7 @@ def parse_args():
     may_change = {"cuda", "compile", "cuda_graphs", "env_threads", "chunk_size", "eval_interval"}
     may_change |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity"}
     changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - may_change
-    require(not changed, f"these settings of the run cannot change: {', '.join(sorted(changed))}")
+    require(not changed, f"these settings cannot change: {', '.join(sorted(changed))}")
     return args
 
 
@@ -705,7 +706,7 @@ def main(args):
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
     lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
-    with lock:  # fails if another process has it
+    with lock:  # if no other process has it
         if RANK == 0 and args.resume is None:
             require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
@@ -722,7 +723,7 @@ def main(args):
         else:
             train(args, run, act, gradient_step)
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # after the CUDA graphs of train, for which NCCL waits
+            dist.destroy_process_group()  # after train's CUDA graphs, for which NCCL waits
         if RANK == 0 and args.track:
             sys.modules["wandb"].finish()
     print(f"{folder} is finished")

@@ -171,7 +171,8 @@ def test_two_ranks(tmp_path, names):
     flags = {"env_id": env_id, "total_timesteps": 512, "num_levels": 3, "num_minibatches": 1, "run_dir": "run"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "my_ppg.py"]
     with subprocess.Popen([*torchrun, *as_flags(CHEAP_PPG | flags)], cwd=tmp_path) as process:
-        wait_for((tmp_path / "run" / "checkpoint.pt").exists)
+        path = tmp_path / "run" / "checkpoint.pt"
+        wait_for(lambda: path.exists() and torch.load(path)["iteration"] > 0)
         process.terminate()
     subprocess.run([*torchrun, "--resume=run"], cwd=tmp_path, check=True)
     assert len(read_rows(tmp_path / "run")) == 16

@@ -169,8 +169,8 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --run-dir {}": "is not empty",
     "ppg --resume nothing": "'nothing' is not a run folder",
     "ppo --resume {}": "not the script of",
-    "ppg --resume {} --learning-rate 1 --gamma 1": "these settings of the run cannot change: gamma, learning_rate",
-    "ppg --resume {} --total-timesteps 512": "these settings of the run cannot change: total_timesteps",
+    "ppg --resume {} --learning-rate 1 --gamma 1": "these settings cannot change: gamma, learning_rate",
+    "ppg --resume {} --total-timesteps 512": "these settings cannot change: total_timesteps",
 }
 
 
