@@ -73,7 +73,7 @@ def test_the_first_update_of_an_iteration_sees_what_acted(run, script, monkeypat
 
     seen = []
     monkeypatch.setattr(script, "gradient_step", gradient_step)
-    rows = read_rows(run(script, small=False, env_id="bossfight", num_steps=32, total_timesteps=2 * 128))
+    rows = read_rows(run(script, small=False, env_id="bossfight", total_timesteps=2 * 64))
     updates = seen[:: len(seen) // 2]  # the first of two iterations
     assert np.allclose(updates, [0, 0, 1], atol=1e-5) and not np.allclose(seen, [0, 0, 1], atol=1e-5)
     assert all(abs(float(row["losses/first_approx_kl"])) < 1e-6 < float(row["losses/approx_kl"]) for row in rows)
@@ -91,7 +91,7 @@ def test_the_policy_is_its_own_clone_as_the_auxiliary_phase_begins(run, monkeypa
 
     seen = []
     monkeypatch.setattr(ppg_procgen, "aux_loss", aux_loss)
-    rows = read_rows(run(small=False, env_id="bossfight", aux_dtype=dtype, num_envs=2, total_timesteps=64))
+    rows = read_rows(run(small=False, env_id="bossfight", aux_dtype=dtype, num_envs=2, num_steps=8, total_timesteps=32))
     assert abs(seen[0]) < 1e-8 < 1e-4 < min(seen[1:]) and float(rows[-1]["losses/aux/first_kl_loss"]) == seen[0]
 
 
