@@ -12,7 +12,6 @@ Each iteration, the policy phase                              in the code
     a rollout: T steps in each of N environments              act (one step)
     advantages Adv and value targets V_targ                   compute_gae
     E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_loss, value_loss
-    (by default one epoch; each step is on both losses)
     add observations and targets to the buffer B
 After N_pi iterations, the auxiliary phase
     pi_old on all of B; E_aux epochs on L_joint + L_value     aux_loss
@@ -29,6 +28,7 @@ How to change it:
     records          to log: row["name"] = x; to save for a resumed run: run.keep(name=x)
     a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
 Faster: --aux-dtype bfloat16, --cuda-graphs, --compile.
+Smaller: delete CudaGraphs, compile_encoders and their calls.
 """
 
 # /// script
@@ -84,7 +84,7 @@ class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
     seed: int = 1  # on a CPU, the same seed and threads give the same bits
-    exp_name: str = Path(__file__).stem  # name of the experiment
+    exp_name: str = Path(__file__).stem  # experiment's name
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run to continue
     eval_interval: int = 0  # iterations between evaluations, on unseen levels if any
@@ -104,12 +104,12 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount in the sums whose std divides rewards
+    reward_gamma: float = 0.99  # RewardNormalizer's discount, as the authors'
     num_minibatches: int = 8  # minibatches of an epoch of T * N samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: int = 1  # E_V: value epochs of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
-    kl_coef: float = 0.0  # beta_pi of a KL penalty; the paper's: --clip-coef 0 --kl-coef 1
+    kl_coef: float = 0.0  # beta_pi of a KL penalty; the paper's variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # c: weight of the entropy bonus
     vf_coef: float = 1.0  # weight of L_value in the policy phase
     max_grad_norm: float = 0.0  # clip the gradient's norm; 0: no clipping
@@ -117,7 +117,7 @@ class Args:
     # value head only; shared: one, trained by all losses
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; for runs below 200, use 8
+    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; use 8 for under 200
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
@@ -278,7 +278,7 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 # A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
 # of a rollout obs, actions, logprobs, values, normalized advantages, targets; of B obs, targets,
 # old_logits. A loss returns (loss, statistics to log), both means over samples, as gradient_step
-# averages over chunks. It must not wait for the GPU (.item()).
+# averages over chunks. With --cuda-graphs, it must not wait for the GPU (.item()).
 def policy_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -340,7 +340,7 @@ def chunks(minibatch, size):
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
     """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
     Returns the losses' statistics. It accumulates gradients over chunks to save memory."""
-    optimizer.zero_grad()  # also what the other phase has left behind
+    optimizer.zero_grad()  # also what the other phase left
     stats = {}
     for chunk, share in chunks(minibatch, args.chunk_size):
         out = agent(chunk["obs"], bf16)

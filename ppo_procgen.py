@@ -7,6 +7,7 @@ gather(x) is x, and average_grads does nothing. S: entropy, M: samples, A: actio
 Departures from openai/train-procgen: torch's Adam and pooling; rewards are normalized over all
 ranks.
 Faster: --cuda-graphs, --compile.
+Smaller: delete CudaGraphs, compile_encoders and their calls.
 """
 
 # /// script
@@ -62,7 +63,7 @@ class Args:
     env_id: Game = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
     seed: int = 1  # on a CPU, the same seed and threads give the same bits
-    exp_name: str = Path(__file__).stem  # name of the experiment
+    exp_name: str = Path(__file__).stem  # experiment's name
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run to continue
     checkpoint_interval: int = 4  # iterations between checkpoints
@@ -83,7 +84,7 @@ class Args:
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount in the sums whose std divides rewards
+    reward_gamma: float = 0.99  # RewardNormalizer's discount, as the authors'
     num_minibatches: int = 8  # minibatches of an epoch of T * N samples
     update_epochs: int = 3  # epochs over the T * N samples of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
@@ -220,8 +221,8 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 
 # A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
 # obs, actions, logprobs, values, advantages, targets. A loss returns (loss, statistics to log),
-# both means over samples, as gradient_step averages over chunks. It must not wait for the GPU
-# (.item()).
+# both means over samples, as gradient_step averages over chunks. With --cuda-graphs, it must not
+# wait for the GPU (.item()).
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss, L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
