@@ -21,7 +21,8 @@ does nothing. S: entropy, M: samples, A: actions. [PPG-k]: a detail of the autho
 easily missed.
 
 How to change it:
-    a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuples
+    a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuples.
+                     More passes: partial(f, agent=agent), made before the loop
     the network      ImpalaCNN, and its heads in Agent and Outputs
     what B stores    more of rollout: make_buffer(..., values=torch.empty((T, N)))
     the environment  make_envs: gymnasium's vector interface, SAME_STEP; and state_dict to resume
@@ -117,7 +118,7 @@ class Args:
     # value head only; shared: one, trained by all losses
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations before an auxiliary phase; use 8 for under 200
+    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; below 200 iterations, use 8
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
@@ -344,13 +345,19 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
     stats = {}
     for chunk, share in chunks(minibatch, args.chunk_size):
         out = agent(chunk["obs"], bf16)
-        results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
-        (share * sum(loss for loss, _ in results)).backward()
-        add_stats(stats, results, share)
+        total_loss = 0.0
+        chunk_stats = {}
+        for loss_fn in losses:
+            loss, loss_stats = loss_fn(args, out, chunk)
+            total_loss = total_loss + loss
+            chunk_stats = dict(**chunk_stats, **loss_stats)  # fails if two share a name
+        (share * total_loss).backward()
+        for name, x in chunk_stats.items():
+            stats[name] = stats.get(name, 0.0) + share * x.detach()
         del out  # frees unused parts
-    params = [x for x in agent.parameters() if x.grad is not None]
-    average_grads(params)  # over ranks
-    stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
+    average_grads(agent)  # over ranks
+    max_norm = args.max_grad_norm or math.inf
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
     optimizer.step()
     return stats
 
@@ -617,14 +624,6 @@ class CudaGraphs:
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
 
 
-def add_stats(stats, results, share):
-    names = [name for _, loss_stats in results for name in loss_stats]
-    assert len(names) == len(set(names)), "two losses share a statistic's name"
-    for _, loss_stats in results:
-        for name, x in loss_stats.items():
-            stats[name] = stats.get(name, 0.0) + x.detach() * share
-
-
 def make_buffer(args, **examples):
     """Tensors (T, N_pi * N, ...) for examples (T, N, ...); none without auxiliary phases."""
     buffer = {}
@@ -657,12 +656,13 @@ def gather(x):
     return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
 
 
-def average_grads(params):
+def average_grads(agent):
     if NUM_RANKS > 1:
-        mean = torch.cat([x.grad.flatten() for x in params])
+        grads = [x.grad for x in agent.parameters() if x.grad is not None]
+        mean = torch.cat([x.flatten() for x in grads])
         dist.all_reduce(mean)
-        for x, part in zip(params, mean.split([x.numel() for x in params]), strict=True):
-            x.grad.copy_(part.view_as(x) / NUM_RANKS)
+        for x, part in zip(grads, mean.split([x.numel() for x in grads]), strict=True):
+            x.copy_(part.view_as(x) / NUM_RANKS)
 
 
 def mean_stats(updates, prefix: str):

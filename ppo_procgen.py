@@ -273,13 +273,19 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     stats = {}
     for chunk, share in chunks(minibatch, args.chunk_size):
         out = agent(chunk["obs"])
-        results = [loss_fn(args, out, chunk) for loss_fn in losses]  # (loss, statistics) of each
-        (share * sum(loss for loss, _ in results)).backward()
-        add_stats(stats, results, share)
+        total_loss = 0.0
+        chunk_stats = {}
+        for loss_fn in losses:
+            loss, loss_stats = loss_fn(args, out, chunk)
+            total_loss = total_loss + loss
+            chunk_stats = dict(**chunk_stats, **loss_stats)  # fails if two share a name
+        (share * total_loss).backward()
+        for name, x in chunk_stats.items():
+            stats[name] = stats.get(name, 0.0) + share * x.detach()
         del out  # frees unused parts
-    params = [x for x in agent.parameters() if x.grad is not None]
-    average_grads(params)  # over ranks
-    stats["grad_norm"] = nn.utils.clip_grad_norm_(params, args.max_grad_norm or math.inf)
+    average_grads(agent)  # over ranks
+    max_norm = args.max_grad_norm or math.inf
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
     optimizer.step()
     return stats
 
@@ -509,14 +515,6 @@ class CudaGraphs:
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
 
 
-def add_stats(stats, results, share):
-    names = [name for _, loss_stats in results for name in loss_stats]
-    assert len(names) == len(set(names)), "two losses share a statistic's name"
-    for _, loss_stats in results:
-        for name, x in loss_stats.items():
-            stats[name] = stats.get(name, 0.0) + x.detach() * share
-
-
 def set_learning_rates(optimizers, fraction):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -535,12 +533,13 @@ def gather(x):
     return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
 
 
-def average_grads(params):
+def average_grads(agent):
     if NUM_RANKS > 1:
-        mean = torch.cat([x.grad.flatten() for x in params])
+        grads = [x.grad for x in agent.parameters() if x.grad is not None]
+        mean = torch.cat([x.flatten() for x in grads])
         dist.all_reduce(mean)
-        for x, part in zip(params, mean.split([x.numel() for x in params]), strict=True):
-            x.grad.copy_(part.view_as(x) / NUM_RANKS)
+        for x, part in zip(grads, mean.split([x.numel() for x in grads]), strict=True):
+            x.copy_(part.view_as(x) / NUM_RANKS)
 
 
 def mean_stats(updates, prefix: str):
