@@ -15,10 +15,10 @@ Each iteration, the policy phase                              in the code
     add observations and targets to the buffer B
 After N_pi iterations, the auxiliary phase
     pi_old on all of B; E_aux epochs on L_joint + L_value     aux_loss
+L_value = (V - V_targ)^2 / 2; L_joint = (V_aux - V_targ)^2 / 2 + beta_clone KL[pi_old, pi]
 
 To learn PPG, read sections 2 to 4 and stop. With one process, gather(x) is x, and average_grads
-does nothing. S: entropy, M: samples, A: actions. [PPG-k]: a detail of the authors' code that is
-easily missed.
+does nothing. S: entropy, M: samples, A: actions. [PPG-k]: a detail that is easily missed.
 
 How to change it:
     a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuples.
@@ -182,8 +182,7 @@ class ImpalaCNN(nn.Module):
         self.dense = normalized_init(nn.Linear(size, self.num_features), 1.4)
 
     def forward(self, obs, bf16=False):
-        # no cache: a CUDA graph would keep the cached weights
-        with torch.autocast(obs.device.type, torch.bfloat16, bf16, cache_enabled=False):
+        with torch.autocast(obs.device.type, torch.bfloat16, bf16):
             x = obs.permute(0, 3, 1, 2) / 255.0  # NHWC in memory: channels_last costs no copy
             x = self.stacks(x).relu().flatten(1)
             x = self.dense(x).relu()
@@ -279,7 +278,7 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 # A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
 # of a rollout obs, actions, logprobs, values, normalized advantages, targets; of B obs, targets,
 # old_logits. A loss returns (loss, statistics to log), both means over samples, as gradient_step
-# averages over chunks. With --cuda-graphs, it must not wait for the GPU (.item()).
+# averages over chunks.
 def policy_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -362,10 +361,9 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
     return stats
 
 
-def make_optimizer(agent, learning_rate):
+def make_optimizer(agent, lr):
     """[PPG-2] Adam with epsilon 1e-8, for all parameters. It skips those without a gradient."""
-    lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
-    return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=lr.is_cuda)
+    return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=True)
 
 
 # ---- 4 Training loop ----
@@ -641,7 +639,9 @@ def make_buffer(args, **examples):
 def set_learning_rates(optimizers, fraction):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"].item())
+            if "initial_lr" not in group:
+                group["initial_lr"] = group["lr"]
+                group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
             group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
 
 
@@ -666,7 +666,7 @@ def average_grads(agent):
 
 
 def mean_stats(updates, prefix: str):
-    """Means over updates and ranks. first_: a KL before any step; it must be 0 up to rounding."""
+    """Means over updates and ranks. first_: a KL before pi has changed: 0 up to rounding."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
         values = torch.stack([x[name] for x in updates if name in x]).cpu()  # waits for the GPU
@@ -763,7 +763,7 @@ def get_state(x):
 
 
 def set_state(x, state):
-    if isinstance(x, torch.optim.Optimizer):  # lr and capturable belong to this device
+    if isinstance(x, torch.optim.Optimizer):  # lr is on this device
         state["param_groups"] = x.state_dict()["param_groups"]
     if isinstance(x, Tensor):
         x.copy_(state)

@@ -221,8 +221,7 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 
 # A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
 # obs, actions, logprobs, values, advantages, targets. A loss returns (loss, statistics to log),
-# both means over samples, as gradient_step averages over chunks. With --cuda-graphs, it must not
-# wait for the GPU (.item()).
+# both means over samples, as gradient_step averages over chunks.
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss, L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -290,9 +289,8 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     return stats
 
 
-def make_optimizer(agent, learning_rate):
-    lr = torch.tensor(learning_rate, device=next(agent.parameters()).device)  # graphs read it
-    return torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=lr.is_cuda)
+def make_optimizer(agent, lr):
+    return torch.optim.Adam(agent.parameters(), lr, eps=1e-5, fused=True, capturable=True)
 
 
 # ---- 4 Training loop ----
@@ -518,7 +516,9 @@ class CudaGraphs:
 def set_learning_rates(optimizers, fraction):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"].item())
+            if "initial_lr" not in group:
+                group["initial_lr"] = group["lr"]
+                group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
             group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
 
 
@@ -543,7 +543,7 @@ def average_grads(agent):
 
 
 def mean_stats(updates, prefix: str):
-    """Means over updates and ranks. first_: a KL before any step; it must be 0 up to rounding."""
+    """Means over updates and ranks. first_: a KL before pi has changed: 0 up to rounding."""
     means = {}
     for name in dict.fromkeys(name for stats in updates for name in stats):
         values = torch.stack([x[name] for x in updates if name in x]).cpu()  # waits for the GPU
@@ -640,7 +640,7 @@ def get_state(x):
 
 
 def set_state(x, state):
-    if isinstance(x, torch.optim.Optimizer):  # lr and capturable belong to this device
+    if isinstance(x, torch.optim.Optimizer):  # lr is on this device
         state["param_groups"] = x.state_dict()["param_groups"]
     if isinstance(x, Tensor):
         x.copy_(state)

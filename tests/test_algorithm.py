@@ -246,9 +246,9 @@ def test_two_losses_with_one_name_of_a_statistic_are_refused():
 def test_each_parameter_group_has_a_learning_rate_of_its_own(tmp_path, monkeypatch):
     """A second group, as somebody would add it: annealed like the first, from its own rate."""
 
-    def make_optimizer(agent, learning_rate, original=ppg_procgen.make_optimizer):
-        optimizer = original(agent, learning_rate)
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": torch.tensor(0.4)})
+    def make_optimizer(agent, lr, original=ppg_procgen.make_optimizer):
+        optimizer = original(agent, lr)
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.4})
         optimizers.append(optimizer)
         return optimizer
 
