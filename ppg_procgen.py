@@ -1,6 +1,6 @@
 """Phasic Policy Gradient (Cobbe et al., 2021, https://arxiv.org/abs/2009.04416) on Procgen.
 
-    python ppg_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
+    python ppg_procgen.py --env-id starpilot    # its agent: python benchmark/evaluate.py runs/RUN
 
 PPG trains two networks, one for the policy and one for values. The policy's network has a second,
 auxiliary value head. For N_pi iterations, PPG is PPO. Then the auxiliary phase trains this head on
@@ -21,15 +21,13 @@ To learn PPG, read sections 2 to 4 and stop. With one process, gather(x) is x, a
 does nothing. S: entropy, M: samples, A: actions. [PPG-k]: a detail that is easily missed.
 
 How to change it:
-    a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuples.
-                     More passes: partial(f, agent=agent), made before the loop
+    a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuples
     the network      ImpalaCNN, and its heads in Agent and Outputs
     what B stores    more of rollout: make_buffer(..., values=torch.empty((T, N)))
     the environment  make_envs: gymnasium's vector interface, SAME_STEP; and state_dict to resume
     records          to log: row["name"] = x; to save for a resumed run: run.keep(name=x)
     a coefficient    that changes: mb["c"] = torch.tensor(c, device=device); in the loss, chunk["c"]
 Faster: --aux-dtype bfloat16, --cuda-graphs, --compile.
-Smaller: delete CudaGraphs, compile_encoders and their calls.
 """
 
 # /// script
@@ -125,8 +123,8 @@ class Args:
     num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
     # encoders in the auxiliary phase. bfloat16 needs an RTX 30 or later, or AMX or avx512_bf16
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
-    cuda_graphs: bool = False  # on a GPU, replay whole steps; up to 3 GB more
-    compile: bool = False  # encoders, on a GPU; a minute or two; needs gcc, Python.h
+    cuda_graphs: bool = False  # replay whole steps on a GPU; takes up to 3 GB more
+    compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
     buffer_on_cpu: bool = False  # keep the buffer B in host memory
 
@@ -344,8 +342,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
     stats = {}
     for chunk, share in chunks(minibatch, args.chunk_size):
         out = agent(chunk["obs"], bf16)
-        total_loss = 0.0
-        chunk_stats = {}
+        total_loss, chunk_stats = 0.0, {}
         for loss_fn in losses:
             loss, loss_stats = loss_fn(args, out, chunk)
             total_loss = total_loss + loss
@@ -355,10 +352,9 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
             stats[name] = stats.get(name, 0.0) + share * x.detach()
         del out  # frees unused parts
     average_grads(agent)  # over ranks
-    max_norm = args.max_grad_norm or math.inf
-    stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
-    return stats
+    return stats | {"grad_norm": norm}
 
 
 def make_optimizer(agent, lr):
@@ -369,8 +365,7 @@ def make_optimizer(agent, lr):
 # ---- 4 Training loop ----
 def train(args: Args, run: "Run", act, gradient_step):
     """Algorithm 1 of the paper. act, gradient_step: the functions above, or CUDA graphs of them."""
-    T = args.num_steps
-    N = args.num_envs
+    T, N = args.num_steps, args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks make the same networks
     envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
@@ -443,12 +438,12 @@ def train(args: Args, run: "Run", act, gradient_step):
         else:  # in their code, value epochs come first
             epochs = [(value_optimizer, (value_loss,))] * args.e_value
             epochs += [(optimizer, (policy_loss,))] * args.e_policy
-        stats = []
+        stats = {}
         for opt, losses in epochs:
             sample_inds = torch.randperm(T * N, device=device)
             for mb_inds in sample_inds.view(args.num_minibatches, -1):
                 mb = {name: x[mb_inds] for name, x in batch.items()}
-                stats.append(gradient_step(agent, args, opt, losses, **mb))
+                add_stats(stats, gradient_step(agent, args, opt, losses, **mb))
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Policy phase: add all (o_t, V_targ) to B ====
@@ -467,14 +462,15 @@ def train(args: Args, run: "Run", act, gradient_step):
             aux_batch = buffer | {"old_logits": old_logits}  # (T, N_pi * N, ...)
 
             # E_aux epochs on L_joint + L_value
-            stats = []
+            stats = {}
             for epoch in range(args.e_auxiliary):
                 print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
                 # [PPG-6] Minibatches are full rollouts; drawn on the CPU, wherever B is
                 rollout_inds = torch.randperm(args.n_iteration * N).to(old_logits.device)
                 for inds in rollout_inds.view(-1, args.num_aux_rollouts):
                     mb = {k: x[:, inds].flatten(0, 1).to(device) for k, x in aux_batch.items()}
-                    stats.append(gradient_step(agent, args, aux_optimizer, (aux_loss,), bf16, **mb))
+                    step = gradient_step(agent, args, aux_optimizer, (aux_loss,), bf16, **mb)
+                    add_stats(stats, step)
             row.update(mean_stats(stats, "losses/aux/"))
 
         # ==== Evaluate, log, save ====
@@ -562,9 +558,8 @@ def evaluate(agent, envs, seed):
     playing = np.ones(envs.num_envs, bool)
     obs, _ = envs.reset()
     while playing.any():
-        out = agent(torch.from_numpy(obs).to(device))
-        actions = Policy(out.logits).sample(generator)
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        pi = Policy(agent(torch.from_numpy(obs).to(device)).logits)
+        obs, rewards, terminated, truncated, _ = envs.step(pi.sample(generator).cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
     return returns  # raw, of one episode each, (num_envs,)
@@ -594,7 +589,7 @@ def compile_encoders(agent):
 
 class CudaGraphs:
     """function(*fixed, **inputs) as a CUDA graph for each set of fixed and kind of inputs. Three
-    calls are plain, the fourth is recorded (no .item()), others replay it with its numbers."""
+    calls are plain. The fourth is recorded: no .item(), and its numbers stay. Others replay it."""
 
     def __init__(self, function):
         self.function = function
@@ -639,9 +634,8 @@ def make_buffer(args, **examples):
 def set_learning_rates(optimizers, fraction):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if "initial_lr" not in group:
-                group["initial_lr"] = group["lr"]
-                group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = torch.as_tensor(group["lr"], device=group["params"][0].device)
             group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
 
 
@@ -665,14 +659,20 @@ def average_grads(agent):
             x.copy_(part.view_as(x) / NUM_RANKS)
 
 
-def mean_stats(updates, prefix: str):
+def add_stats(stats, step):
+    """Number, sum and first value by name. (A list's small tensors would split a CPU's memory.)"""
+    for name, x in step.items():
+        number, total, first = stats.get(name, (0, 0.0, x))
+        stats[name] = number + 1, total + x, first
+
+
+def mean_stats(stats, prefix: str):
     """Means over updates and ranks. first_: a KL before pi has changed: 0 up to rounding."""
     means = {}
-    for name in dict.fromkeys(name for stats in updates for name in stats):
-        values = torch.stack([x[name] for x in updates if name in x]).cpu()  # waits for the GPU
-        means[prefix + name] = torch.stack(all_ranks(values.mean())).mean()
+    for name, (number, total, first) in stats.items():
+        means[prefix + name] = torch.stack(all_ranks(total.cpu() / number)).mean()
         if name in ("approx_kl", "kl_loss"):
-            means[f"{prefix}first_{name}"] = values[0]
+            means[f"{prefix}first_{name}"] = first
     return means
 
 
@@ -720,8 +720,8 @@ class Run:
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
         if RANK == 0:
             self.write({name: x if isinstance(x, int) else float(x) for name, x in row.items()})
-        if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
-            sys.exit("a gradient is not finite")
+        is_finite = math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm")))
+        require(is_finite, "a gradient is not finite")
 
     def write(self, row):
         self.rows.append(row)
@@ -797,7 +797,7 @@ def check(args):
     rollouts = args.n_iteration * args.num_envs if args.num_phases > 0 else 0
     require(rollouts % args.num_aux_rollouts == 0, f"num_aux_rollouts must divide {rollouts}")
     on_gpu = args.device != "cpu"
-    require(on_gpu or not (args.compile or args.cuda_graphs), "--compile, --cuda-graphs: no GPU")
+    require(on_gpu or not (args.compile or args.cuda_graphs), "--compile and --cuda-graphs: no GPU")
     is_old = on_gpu and torch.cuda.get_device_capability(args.device) < (8, 0)
     require(not is_old or args.aux_dtype == "float32", "this GPU has no bfloat16")
 
@@ -811,14 +811,14 @@ def parse_args():
     require(record.exists(), f"--resume: {args.resume!r} is not a run folder")
     script = Path(args.resume, Path(__file__).name)
     is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
-    require(is_same, f"not the script of {args.resume}: run the one in it, or put yours there")
+    require(is_same, f"this script differs from the copy in {args.resume}: run that, or replace it")
     saved = json.loads(record.read_text())
     require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
     default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
     args = tyro.cli(Args, default=default)
     if args.device == "cpu":  # it began on a GPU, perhaps
         args = replace(args, compile=False, cuda_graphs=False)
-    may_change = {"cuda", "compile", "cuda_graphs", "aux_dtype", "buffer_on_cpu", "env_threads"}
+    may_change = {"cuda", "compile", "cuda_graphs", "buffer_on_cpu", "env_threads"}
     may_change |= {"chunk_size", "eval_interval", "track", "wandb_project_name", "wandb_entity"}
     changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - may_change
     require(not changed, f"these settings cannot change: {', '.join(sorted(changed))}")

@@ -1,13 +1,12 @@
 """Proximal Policy Optimization as in the Procgen paper (https://arxiv.org/abs/1912.01588).
 
-    python ppo_procgen.py --env-id starpilot    # to play it: python benchmark/evaluate.py runs/RUN
+    python ppo_procgen.py --env-id starpilot    # its agent: python benchmark/evaluate.py runs/RUN
 
 To learn PPO, read sections 2 to 4 and stop. Much is as in ppg_procgen.py. With one process,
 gather(x) is x, and average_grads does nothing. S: entropy, M: samples, A: actions.
 Departures from openai/train-procgen: torch's Adam and pooling; rewards are normalized over all
 ranks.
 Faster: --cuda-graphs, --compile.
-Smaller: delete CudaGraphs, compile_encoders and their calls.
 """
 
 # /// script
@@ -93,8 +92,8 @@ class Args:
     clip_vloss: bool = True  # clip the change of the value by --clip-coef
     max_grad_norm: float = 0.5  # clip the gradient's norm; 0: no clipping
     # speed and memory
-    cuda_graphs: bool = False  # on a GPU, replay whole steps; up to 3 GB more
-    compile: bool = False  # encoders, on a GPU; a minute or two; needs gcc, Python.h
+    cuda_graphs: bool = False  # replay whole steps on a GPU; takes up to 3 GB more
+    compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
 
     @property
@@ -272,8 +271,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     stats = {}
     for chunk, share in chunks(minibatch, args.chunk_size):
         out = agent(chunk["obs"])
-        total_loss = 0.0
-        chunk_stats = {}
+        total_loss, chunk_stats = 0.0, {}
         for loss_fn in losses:
             loss, loss_stats = loss_fn(args, out, chunk)
             total_loss = total_loss + loss
@@ -283,10 +281,9 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
             stats[name] = stats.get(name, 0.0) + share * x.detach()
         del out  # frees unused parts
     average_grads(agent)  # over ranks
-    max_norm = args.max_grad_norm or math.inf
-    stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
+    norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
-    return stats
+    return stats | {"grad_norm": norm}
 
 
 def make_optimizer(agent, lr):
@@ -296,8 +293,7 @@ def make_optimizer(agent, lr):
 # ---- 4 Training loop ----
 def train(args: Args, run: "Run", act, gradient_step):
     """PPO. act, gradient_step: the functions above, or CUDA graphs of them."""
-    T = args.num_steps
-    N = args.num_envs
+    T, N = args.num_steps, args.num_envs
     device = torch.device(args.device)
     torch.manual_seed(args.seed)  # all ranks make the same networks
     envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
@@ -357,7 +353,7 @@ def train(args: Args, run: "Run", act, gradient_step):
 
         # ==== Epochs on L_clip + c S[pi] and the value loss ====
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
-        stats = []
+        stats = {}
         for _ in range(args.update_epochs):
             sample_inds = torch.randperm(T * N, device=device)
             for mb_inds in sample_inds.view(args.num_minibatches, -1):
@@ -365,7 +361,7 @@ def train(args: Args, run: "Run", act, gradient_step):
                 std, mean = torch.std_mean(mb["advantages"], correction=0)
                 mb["advantages"] = (mb["advantages"] - mean) / (std + 1e-8)
                 losses = (ppo_loss,)
-                stats.append(gradient_step(agent, args, optimizer, losses, **mb))
+                add_stats(stats, gradient_step(agent, args, optimizer, losses, **mb))
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Evaluate, log, save ====
@@ -453,9 +449,8 @@ def evaluate(agent, envs, seed):
     playing = np.ones(envs.num_envs, bool)
     obs, _ = envs.reset()
     while playing.any():
-        out = agent(torch.from_numpy(obs).to(device))
-        actions = Policy(out.logits).sample(generator)
-        obs, rewards, terminated, truncated, _ = envs.step(actions.cpu().numpy())
+        pi = Policy(agent(torch.from_numpy(obs).to(device)).logits)
+        obs, rewards, terminated, truncated, _ = envs.step(pi.sample(generator).cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
     return returns  # raw, of one episode each, (num_envs,)
@@ -485,7 +480,7 @@ def compile_encoders(agent):
 
 class CudaGraphs:
     """function(*fixed, **inputs) as a CUDA graph for each set of fixed and kind of inputs. Three
-    calls are plain, the fourth is recorded (no .item()), others replay it with its numbers."""
+    calls are plain. The fourth is recorded: no .item(), and its numbers stay. Others replay it."""
 
     def __init__(self, function):
         self.function = function
@@ -516,9 +511,8 @@ class CudaGraphs:
 def set_learning_rates(optimizers, fraction):
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if "initial_lr" not in group:
-                group["initial_lr"] = group["lr"]
-                group["lr"] = torch.tensor(group["lr"], device=group["params"][0].device)
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = torch.as_tensor(group["lr"], device=group["params"][0].device)
             group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
 
 
@@ -542,14 +536,20 @@ def average_grads(agent):
             x.copy_(part.view_as(x) / NUM_RANKS)
 
 
-def mean_stats(updates, prefix: str):
+def add_stats(stats, step):
+    """Number, sum and first value by name. (A list's small tensors would split a CPU's memory.)"""
+    for name, x in step.items():
+        number, total, first = stats.get(name, (0, 0.0, x))
+        stats[name] = number + 1, total + x, first
+
+
+def mean_stats(stats, prefix: str):
     """Means over updates and ranks. first_: a KL before pi has changed: 0 up to rounding."""
     means = {}
-    for name in dict.fromkeys(name for stats in updates for name in stats):
-        values = torch.stack([x[name] for x in updates if name in x]).cpu()  # waits for the GPU
-        means[prefix + name] = torch.stack(all_ranks(values.mean())).mean()
+    for name, (number, total, first) in stats.items():
+        means[prefix + name] = torch.stack(all_ranks(total.cpu() / number)).mean()
         if name == "approx_kl":
-            means[f"{prefix}first_{name}"] = values[0]
+            means[f"{prefix}first_{name}"] = first
     return means
 
 
@@ -597,8 +597,8 @@ class Run:
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
         if RANK == 0:
             self.write({name: x if isinstance(x, int) else float(x) for name, x in row.items()})
-        if not math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm"))):
-            sys.exit("a gradient is not finite")
+        is_finite = math.isfinite(sum(row[x] for x in row if x.endswith("grad_norm")))
+        require(is_finite, "a gradient is not finite")
 
     def write(self, row):
         self.rows.append(row)
@@ -672,7 +672,7 @@ def check(args):
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
     on_gpu = args.device != "cpu"
-    require(on_gpu or not (args.compile or args.cuda_graphs), "--compile, --cuda-graphs: no GPU")
+    require(on_gpu or not (args.compile or args.cuda_graphs), "--compile and --cuda-graphs: no GPU")
 
 
 def parse_args():
@@ -684,7 +684,7 @@ def parse_args():
     require(record.exists(), f"--resume: {args.resume!r} is not a run folder")
     script = Path(args.resume, Path(__file__).name)
     is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
-    require(is_same, f"not the script of {args.resume}: run the one in it, or put yours there")
+    require(is_same, f"this script differs from the copy in {args.resume}: run that, or replace it")
     saved = json.loads(record.read_text())
     require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
     default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})

@@ -118,13 +118,6 @@ def test_a_line_is_the_mean_of_all_runs_and_ends_with_the_first(x):
     assert line.get_xdata().tolist() == steps[:40].tolist() and set(line.get_ydata()) == {220 / 3}
 
 
-def test_no_two_groups_look_alike():
-    ours = [f"ppg_n_pi_{k}" for k in range(15)] + ["ppg_procgen", "ppg_detach", "ppg_procgen --arch detach"]
-    published = [f"PPO (openai/{source})" for source in ("train-procgen", "phasic-policy-gradient")]
-    looks = report.looks([group + levels for levels in ("", report.UNSEEN) for group in ours + published])
-    assert len(set(looks.values())) == len(looks) == 40
-
-
 def test_runs_are_found_once_and_read(tmp_path):
     folder = write_run(tmp_path / "sweep" / "runs", "maze", "wide", 3, num_levels=200, distribution_mode="hard")
     write_events(folder / "wandb", [1])  # inside a run folder: not a run

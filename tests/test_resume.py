@@ -61,7 +61,7 @@ VARIANTS = {
 }
 # inside a rollout, an update, an auxiliary phase; in the writing of a checkpoint and of a row: the last call to kill at
 TARGETS = {"step": 30, "gradient_step": 9, "torch.save": 4, "torch.load": 3, "os.replace": 6, "csv.DictWriter": 4}
-TARGETS |= {"SummaryWriter.add_scalar": 40, "json.dumps": 1}
+TARGETS |= {"SummaryWriter.add_scalar": 40}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -155,7 +155,7 @@ def test_an_edited_script_is_refused_until_it_is_the_one_in_the_folder(stopped, 
     monkeypatch.setattr(ppg_procgen, "__file__", str(mine))
     with pytest.raises(SystemExit, match="2"):
         parse(ppg_procgen, "--resume", stopped)
-    assert capsys.readouterr().err.startswith(f"ppg_procgen.py: not the script of {stopped}: ")
+    assert f"ppg_procgen.py: this script differs from the copy in {stopped}: run" in capsys.readouterr().err
     shutil.copy(mine, stopped)
     assert same(resume(ppg_procgen, stopped), trained())
 
@@ -216,7 +216,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_after_its_row_and_before_a_c
 
     calls, run_dir, original = itertools.count(), tmp_path / "run", getattr(ppg_procgen, loss)
     monkeypatch.setattr(ppg_procgen, loss, broken)
-    with pytest.raises(SystemExit, match="not finite"):
+    with pytest.raises(SystemExit, match="2"):  # a sweep does not try it again
         train(ppg_procgen, make_args(ppg_procgen, run_dir))
     rows = read_rows(run_dir)
     assert len(rows) == (3 if loss == "policy_loss" else 4)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppg_procgen
 import ppo_procgen
+from benchmark import throughput
 from ppg_procgen import Args
 
 BOTH_PHASES = (ppg_procgen.policy_loss, ppg_procgen.value_loss, ppg_procgen.aux_loss)
@@ -292,3 +293,18 @@ def test_the_buffer_goes_to_the_host_where_it_would_fill_the_gpu(monkeypatch, ca
         assert buffer["targets"] == ((256, 32 * 64), torch.float32, expected)
         assert f"6.4 GB on {expected}" in capsys.readouterr().out
     assert ppg_procgen.make_buffer(Args(e_auxiliary=0), obs=obs, targets=targets) == {}
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_updates_of_a_phase(tmp_path):
+    """Small tensors kept from each update would leave gaps in a CPU's memory: here 2 MB an update."""
+    flags = "--num-steps 16 --num-aux-rollouts 4 --n-iteration 1 --arch detach --total-timesteps 1024 --no-cuda".split()
+    command, peaks = [sys.executable, ROOT / "ppg_procgen.py", *flags], []
+    for epochs in ("1", "8"):
+        run = subprocess.Popen([*command, "--e-auxiliary", epochs, "--run-dir", tmp_path / epochs])
+        peaks.append(os.wait4(run.pid, 0)[2].ru_maxrss)
+    assert peaks[1] < peaks[0] + 100_000, peaks  # kB
+
+
+def test_a_short_run_of_a_copy_has_auxiliary_phases():
+    assert throughput.short_run("python my_ppg.py --compile")[2:] == [*throughput.SHORT_PPG, "--compile"]
