@@ -61,7 +61,7 @@ VARIANTS = {
 }
 # inside a rollout, an update, an auxiliary phase; in the writing of a checkpoint and of a row: the last call to kill at
 TARGETS = {"step": 30, "gradient_step": 9, "torch.save": 4, "torch.load": 3, "os.replace": 6, "csv.DictWriter": 4}
-TARGETS |= {"SummaryWriter.add_scalar": 40}
+TARGETS["SummaryWriter.add_scalar"] = 40
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -161,10 +161,7 @@ def test_an_edited_script_is_refused_until_it_is_the_one_in_the_folder(stopped, 
 
 
 def test_what_could_not_be_read_back_ends_the_run_before_it_begins(tmp_path, monkeypatch):
-    def begin(self, args):
-        self.mine = np.zeros(3)
-
-    monkeypatch.setattr(ppg_procgen.EpisodeStatistics, "__init__", begin)
+    monkeypatch.setattr(ppg_procgen.EpisodeStatistics, "__init__", lambda self, _: setattr(self, "mine", np.zeros(3)))
     with pytest.raises(pickle.UnpicklingError, match="numpy"):
         train(ppg_procgen, make_args(ppg_procgen, tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.csv").exists()
@@ -209,7 +206,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(tmp_path, trained, monkeypa
 
 
 @pytest.mark.parametrize("loss", ["policy_loss", "aux_loss"])
-def test_a_gradient_that_is_not_finite_ends_the_run_after_its_row_and_before_a_checkpoint(tmp_path, monkeypatch, loss):
+def test_a_gradient_that_is_not_finite_ends_the_run_after_its_row(tmp_path, monkeypatch, capsys, loss):
     def broken(args, out, chunk):
         result, stats = original(args, out, chunk)
         return result * (math.nan if next(calls) >= 4 else 1), stats  # from iteration 3, or the second phase, on
@@ -218,6 +215,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_after_its_row_and_before_a_c
     monkeypatch.setattr(ppg_procgen, loss, broken)
     with pytest.raises(SystemExit, match="2"):  # a sweep does not try it again
         train(ppg_procgen, make_args(ppg_procgen, run_dir))
+    assert "a gradient is not finite" in capsys.readouterr().err
     rows = read_rows(run_dir)
     assert len(rows) == (3 if loss == "policy_loss" else 4)
     assert "nan" in (rows[-1]["losses/grad_norm"], rows[-1]["losses/aux/grad_norm"])

@@ -157,6 +157,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --start-level 2147483640 --num-levels 7": "training levels: 0 to 2147483645",
     "ppo --start-level 7": "start_level needs num_levels",
     "ppg --cuda-graphs --no-cuda": "--compile and --cuda-graphs: no GPU",
+    "ppo --compile --no-cuda": "--compile and --cuda-graphs: no GPU",
     "ppg --run-dir {}": "is not empty",
     "ppg --resume nothing": "'nothing' is not a run folder",
     "ppo --resume {}": "this script differs from the copy in",
