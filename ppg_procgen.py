@@ -623,7 +623,7 @@ def make_buffer(args, **examples):
     if args.num_phases > 0:
         size = args.n_iteration * sum(x.nbytes for x in examples.values())
         is_gpu = args.device != "cpu" and not args.buffer_on_cpu
-        device = args.device if is_gpu and size < 0.6 * torch.cuda.mem_get_info()[1] else "cpu"
+        device = args.device if is_gpu and size < torch.cuda.mem_get_info()[1] / 2 else "cpu"
         print(f"the buffer B: {size / 1e9:.1f} GB on {device}", flush=True)
         for name, x in examples.items():  # written, so that missing memory shows now
             shape = (len(x), args.n_iteration * args.num_envs, *x.shape[2:])

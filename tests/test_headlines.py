@@ -42,6 +42,10 @@ def test_bigfish():
         span = tuple(map(int, block.split("–")))
         returns, variances = ([means([x], *span, column) for x in (dual, detach, ppo)] for column in (RETURN, VARIANCE))
         assert cells == [*returns, published("bigfish", *span), *variances]
+    for block, cells in table("iterations | return, PPG on the H200").items():
+        span = tuple(map(int, block.split("–")))
+        ours = [means([f"{name}_h200_bigfish_{k}" for k in (1, 2, 3)], *span) for name in ("ppg_detach_n8", "ppo")]
+        assert cells == [*ours, published("bigfish", *span) if span[1] % 16 == 0 else []]
     for block, cells in table("iterations | return, 512").items():
         span, columns = tuple(map(int, block.split("–"))), [RETURN, VARIANCE, "losses/entropy"]
         assert cells == [means([x], *span, column) for column in columns for x in (detach, small)]
