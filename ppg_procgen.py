@@ -121,7 +121,7 @@ class Args:
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
     num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
-    # encoders in the auxiliary phase. bfloat16 needs an RTX 30 or later, or AMX or avx512_bf16
+    # encoders' dtype in the auxiliary phase. bfloat16 needs an RTX 30 or later, AMX, or avx512_bf16
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
     cuda_graphs: bool = False  # replay whole steps on a GPU; takes up to 3 GB more
     compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
@@ -219,7 +219,7 @@ class Agent(nn.Module):
         logits = self.policy_head(features)
         aux_values = self.aux_value_head(features).squeeze(-1)
         values = self.value_head(value_features).squeeze(-1)
-        return Outputs(logits, aux_values, values)
+        return Outputs(logits=logits, aux_values=aux_values, values=values)
 
     def logits(self, obs, bf16):
         return self.policy_head(self.policy_encoder(obs, bf16))
@@ -450,7 +450,7 @@ def train(args: Args, run: "Run", act, gradient_step):
         start = ((iteration - 1) % args.n_iteration) * N
         for name, x in buffer.items():
             assert x.dtype == rollout[name].dtype, f"B has {name} as {x.dtype}"
-            x[:, start : start + N] = rollout[name]
+            x[:, start : start + N] = rollout[name].view(T, N, *x.shape[2:])  # no broadcasting
 
         # ==== Auxiliary phase, after every N_pi iterations ====
         if args.num_phases > 0 and iteration % args.n_iteration == 0:
@@ -606,7 +606,6 @@ class CudaGraphs:
             graph = torch.cuda.CUDAGraph()
             stored = {name: x.clone() for name, x in inputs.items()}
             gc.collect()  # not in the capture, where it may fail
-            print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
             with torch.cuda.graph(graph, None, torch.cuda.current_stream(), "thread_local"):
                 outputs = self.function(*fixed, **stored)
             self.graphs[key] = graph, stored, outputs
@@ -780,6 +779,7 @@ def require(condition, message):
 
 
 def check(args):
+    require(args.run_dir, "run_dir is empty: parse_args sets it, also to resume")
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
     for name in ("env_id", "distribution_mode", "arch", "aux_dtype"):
         choices = get_args(Args.__annotations__[name])

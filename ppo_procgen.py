@@ -497,7 +497,6 @@ class CudaGraphs:
             graph = torch.cuda.CUDAGraph()
             stored = {name: x.clone() for name, x in inputs.items()}
             gc.collect()  # not in the capture, where it may fail
-            print("recording a CUDA graph; if it fails: without --cuda-graphs", flush=True)
             with torch.cuda.graph(graph, None, torch.cuda.current_stream(), "thread_local"):
                 outputs = self.function(*fixed, **stored)
             self.graphs[key] = graph, stored, outputs
@@ -657,6 +656,7 @@ def require(condition, message):
 
 
 def check(args):
+    require(args.run_dir, "run_dir is empty: parse_args sets it, also to resume")
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
     for name in ("env_id", "distribution_mode"):
         choices = get_args(Args.__annotations__[name])

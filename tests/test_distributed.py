@@ -92,7 +92,7 @@ def test_no_two_ranks_of_any_seeds_play_the_same(monkeypatch, script):
         seeds.add(end.value.code)
     assert len(seeds) == 9
     with pytest.raises(SystemExit, match="2"):  # procgen takes an int32
-        script.check(script.Args(seed=2**30, cuda=False))
+        script.check(script.Args(run_dir="run", seed=2**30, cuda=False))
 
 
 @pytest.mark.slow

@@ -200,9 +200,8 @@ def test_memory_of_the_default_setting(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 def test_two_ranks_on_gpus_end(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("there are not two GPUs")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ppg_procgen.py"]
     flags = "--cuda-graphs --num-envs=4 --num-steps=16 --num-minibatches=2 --total-timesteps=512 --n-iteration=2"
     subprocess.run([*torchrun, *flags.split(), f"--run-dir={tmp_path}"], cwd=ROOT, check=True, timeout=300)
@@ -211,8 +210,7 @@ def test_two_ranks_on_gpus_end(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_all_ways_to_run_on_a_gpu_train_the_same(run, gpu, tmp_path, monkeypatch, setting):
-    """In the first iteration, whose actions come from the same weights: later ones play other episodes. In chunks,
-    e_value compiles more variants of the networks than torch.compile lets pass unasked."""
+    """In the first iteration: later ones play other episodes. e_value compiles the most variants of the networks."""
 
     def interrupted(name):
         return interrupt(script, make_args(script, tmp_path / name, **flags), 2 * 16 + 5, small=False)
@@ -258,7 +256,7 @@ def test_devices_and_what_is_compiled(script, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(script, "LOCAL_RANK", 1)
-    args = script.Args()
+    args = script.Args(run_dir="run")
     assert args.device == "cuda:1" and script.Args(cuda=False).device == "cpu"
     script.check(args)
     if script is ppg_procgen:  # bfloat16 begins with compute capability 8.0

@@ -177,14 +177,16 @@ def test_bad_flags_end_with_a_message_and_exit_code_2(trained, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_misspelt_choice_in_a_notebook_is_refused(tmp_path, script, capsys):
-    with pytest.raises(SystemExit):
-        script.main(script.Args(run_dir=str(tmp_path / "run"), env_id="starpilt"))
-    assert "env_id must be one of ('bigfish'," in capsys.readouterr().err and not (tmp_path / "run").exists()
+def test_mistakes_in_a_notebook_are_refused(tmp_path, script, capsys):
+    wrong = {"run_dir": str(tmp_path / "run"), "env_id": "starpilt"}
+    for flags, message in ((wrong, "env_id must be one of ('bigfish',"), ({"resume": "run"}, "run_dir is empty")):
+        with pytest.raises(SystemExit):
+            script.main(script.Args(**flags))
+        assert message in capsys.readouterr().err and not (tmp_path / "run").exists()
 
 
 def test_arguments_are_frozen_and_without_an_auxiliary_phase_its_minibatches_may_be_any():
-    args = Args(num_aux_rollouts=3, e_auxiliary=0)
+    args = Args(run_dir="run", num_aux_rollouts=3, e_auxiliary=0)
     ppg_procgen.check(args)
     with pytest.raises(FrozenInstanceError):
         args.ent_coef = 0.0
