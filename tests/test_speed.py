@@ -52,9 +52,9 @@ def draw_minibatch(agent, device, M) -> dict[str, torch.Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("arch", ["dual", "detach"])
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bfloat16"])
-def test_fast_and_plain_path_agree_over_10_updates(gpu, arch, bf16):
+def test_fast_and_plain_path_agree_over_20_updates(gpu, arch, bf16):
     def losses(fast):
-        """By name, one number for each of 10 updates of either phase."""
+        """By name, one number for each of 20 updates of either phase."""
         torch.manual_seed(0)
         args = Args(arch=arch, cuda_graphs=fast, max_grad_norm=5.0)
         agent = make_agent(ppg_procgen, arch=arch)
@@ -66,7 +66,7 @@ def test_fast_and_plain_path_agree_over_10_updates(gpu, arch, bf16):
             step = ppg_procgen.CudaGraphs(step)
         optimizer = ppg_procgen.make_optimizer(agent, 5e-4)
         updates = []
-        for _ in range(10):
+        for _ in range(20):
             minibatch = draw_minibatch(agent, gpu, 6)
             stats = step(agent, args, optimizer, BOTH_PHASES[:2], **minibatch)
             aux_stats = step(agent, args, optimizer, BOTH_PHASES[2:], bf16 and fast, **minibatch)
@@ -74,7 +74,7 @@ def test_fast_and_plain_path_agree_over_10_updates(gpu, arch, bf16):
         return {name: torch.stack([stats[name] for stats in updates]).cpu() for name in updates[0]}
 
     plain, fast = losses(False), losses(True)
-    assert plain["grad_norm"].unique().numel() == 10 and plain["aux/kl_loss"].min() > 1e-6  # errors would add up
+    assert plain["grad_norm"].unique().numel() == 20 and plain["aux/kl_loss"].min() > 1e-6  # errors would add up
     assert fast["approx_kl_k2"].max() < 1e-8 and not fast["clipfrac"].any()  # updates see the rollout's policy
     if bf16:  # it keeps 8 bits; later updates: by the seed's luck
         for name in ("aux/aux_value_loss", "aux/real_value_loss", "aux/kl_loss"):
@@ -185,7 +185,7 @@ def test_gradients_of_all_losses_agree_with_a_cpu_in_float64(gpu, monkeypatch):
 
 @pytest.mark.gpu
 def test_memory_of_the_default_setting(tmp_path, monkeypatch):
-    """With two auxiliary minibatches, of a buffer as large as the default's: at most 13.5 GB in either phase."""
+    """With two auxiliary minibatches: it fits the smallest GPU that a buffer as large as the default's goes to."""
 
     def log(self, row, original=ppg_procgen.Run.log):
         original(self, row)
@@ -196,7 +196,7 @@ def test_memory_of_the_default_setting(tmp_path, monkeypatch):
     monkeypatch.setattr(ppg_procgen.Run, "log", log)
     flags = {"n_iteration": 1, "num_aux_rollouts": 4, "total_timesteps": 2 * 16384, "e_auxiliary": 1}
     train(ppg_procgen, Args(run_dir=str(tmp_path / "run"), **flags), small=False)
-    assert max(peaks) < 13.5e9 and ballast.nbytes > 6e9
+    assert max(peaks) < 2 * 32 * 16384 * (64 * 64 * 3 + 4) and ballast.nbytes > 6e9
 
 
 @pytest.mark.gpu
@@ -218,7 +218,7 @@ def test_all_ways_to_run_on_a_gpu_train_the_same(run, gpu, tmp_path, monkeypatch
     script, flags, _ = SETTINGS[setting]
     flags = flags | {"cuda": True} | ({"checkpoint_interval": 2} if script is ppo_procgen else {})
     plain = read_rows(run(script, small=False, **flags))
-    names = [name for name, x in plain[0].items() if x not in ("", "nan") and name.startswith(("losses/", "charts/ep"))]
+    names = [name for name, x in plain[0].items() if x and name.startswith(("losses/", "charts/ep"))]
     assert len(names) >= 8 and len(plain) == 4
     for run_dir in (
         run(script, small=False, **flags, cuda_graphs=True),
@@ -228,7 +228,7 @@ def test_all_ways_to_run_on_a_gpu_train_the_same(run, gpu, tmp_path, monkeypatch
         rows = read_rows(run_dir)
         for name in names:
             tolerance = 0.1 if name.endswith("grad_norm") else 1e-2
-            assert float(rows[0][name]) == pytest.approx(float(plain[0][name]), rel=tolerance, abs=tolerance), name
+            assert float(rows[0][name]) == pytest.approx(float(plain[0][name]), tolerance, tolerance, nan_ok=True), name
         assert len(rows) == 4
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
