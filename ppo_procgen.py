@@ -37,6 +37,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # later, by Adam, it would keep the process group
 import torch.nn as nn
 import tyro
 from filelock import FileLock
@@ -460,7 +461,7 @@ def evaluate(agent, envs, seed):
 def set_up_device(args):
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
-        torch.set_num_threads(1)  # others would spin on the environments' cores
+        torch.set_num_threads(1)  # more would spin on the environments' cores
         torch.backends.cudnn.benchmark = True
         if args.cuda_graphs:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
@@ -689,7 +690,7 @@ def parse_args():
     require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
     default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
     args = tyro.cli(Args, default=default)
-    if args.device == "cpu":  # it began on a GPU, perhaps
+    if args.device == "cpu":  # begun on a GPU, perhaps
         args = replace(args, compile=False, cuda_graphs=False)
     may_change = {"cuda", "compile", "cuda_graphs", "env_threads", "chunk_size", "eval_interval"}
     may_change |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity"}
@@ -701,7 +702,7 @@ def parse_args():
 def main(args):
     check(args)
     if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
-        print("torch finds no GPU: driver too old for this torch? See README")
+        print("torch finds no GPU: driver too old? See README")
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
@@ -723,7 +724,7 @@ def main(args):
         else:
             train(args, run, act, gradient_step)
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # after train's CUDA graphs, for which NCCL waits
+            dist.destroy_process_group()  # after CUDA graphs, for which NCCL waits
         if RANK == 0 and args.track:
             sys.modules["wandb"].finish()
     print(f"{folder} is finished")

@@ -24,6 +24,7 @@ import ppg_procgen  # noqa: E402
 import ppo_procgen  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TINY = {"env_id": "chaser", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 256, "cuda": False}
 TINY_PPG = TINY | {"n_iteration": 2, "num_aux_rollouts": 2, "e_auxiliary": 1}
 # for what starts the real command line: the real network at its cheapest, two phases in a fifth of a second

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import worker
-from conftest import CHEAP_PPG, ROOT, TINY_PPG, as_flags, interrupt, parse, read_rows, resume, same, wait_for
+from conftest import CHEAP_PPG, ROOT, TINY_PPG, TORCHRUN, as_flags, interrupt, parse, read_rows, resume, same, wait_for
 from gymnasium.spaces import Box, Discrete
 
 from benchmark.recipe import RECIPES, apply
@@ -169,12 +169,11 @@ def test_two_ranks(tmp_path, names):
     (tmp_path / "my_ppg.py").write_text(apply(*names))
     env_id = "Pendulum-v1" if CONTINUOUS in names else "CartPole-v1" if VECTORS in names else "maze"
     flags = {"env_id": env_id, "total_timesteps": 512, "num_levels": 3, "num_minibatches": 1, "run_dir": "run"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "my_ppg.py"]
-    with subprocess.Popen([*torchrun, *as_flags(CHEAP_PPG | flags)], cwd=tmp_path) as process:
+    with subprocess.Popen([*TORCHRUN, "my_ppg.py", *as_flags(CHEAP_PPG | flags)], cwd=tmp_path) as process:
         path = tmp_path / "run" / "checkpoint.pt"
         wait_for(lambda: path.exists() and torch.load(path)["iteration"] > 0)
         process.terminate()
-    subprocess.run([*torchrun, "--resume=run"], cwd=tmp_path, check=True)
+    subprocess.run([*TORCHRUN, "my_ppg.py", "--resume=run"], cwd=tmp_path, check=True)
     assert len(read_rows(tmp_path / "run")) == 16
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 import worker
-from conftest import ROOT, interrupt, make_agent, make_args, parse, read_rows, resume, train
+from conftest import ROOT, TORCHRUN, interrupt, make_agent, make_args, parse, read_rows, resume, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppg_procgen
@@ -202,9 +202,8 @@ def test_memory_of_the_default_setting(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
 def test_two_ranks_on_gpus_end(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ppg_procgen.py"]
     flags = "--cuda-graphs --num-envs=4 --num-steps=16 --num-minibatches=2 --total-timesteps=512 --n-iteration=2"
-    subprocess.run([*torchrun, *flags.split(), f"--run-dir={tmp_path}"], cwd=ROOT, check=True, timeout=300)
+    subprocess.run([*TORCHRUN, "ppg_procgen.py", *flags.split(), f"--run-dir={tmp_path}"], cwd=ROOT, check=True)
 
 
 @pytest.mark.gpu
