@@ -61,9 +61,6 @@ def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, ranks,
         assert row == pytest.approx(one_row, rel=1e-6, abs=1e-9)
 
 
-# ---- real games
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, ranks) -> Path:
     """A run of two ranks that nothing has disturbed."""
