@@ -659,7 +659,7 @@ def average_grads(agent):
 
 
 def add_stats(stats, step):
-    """Number, sum and first value by name. (A list's small tensors would split a CPU's memory.)"""
+    """Number, sum and first value by name. (A list of small tensors would fragment memory.)"""
     for name, x in step.items():
         number, total, first = stats.get(name, (0, 0.0, x))
         stats[name] = number + 1, total + x, first

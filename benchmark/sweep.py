@@ -35,7 +35,7 @@ class Args:
     folder: Path | None = None  # folder of the sweep; default: sweeps/ and the exp_name of the first command
     workers: int | None = None  # runs, or SLURM tasks, at a time; default: one for each GPU slot, or one on the CPU
     gpus: tuple[str, ...] | None = None  # GPU slots, as in 0 0 1 or 0,0,1; nothing after the flag: CPU; default: all
-    retries: int = 2  # further attempts at a run that fails; bad arguments, infinite gradients (exit code 2) are not
+    retries: int = 2  # further attempts at a run that fails, except with exit code 2: bad arguments, infinite gradients
     dry_run: bool = False  # print the commands of the unfinished runs and do nothing
     slurm: bool = False  # submit the unfinished runs as an array job with slurm.sbatch
     index: int | None = None  # do only the run with this number, counted from 0: for the tasks of the array job
