@@ -58,7 +58,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # later, by Adam, it would keep the process group
+import torch.distributed.nn  # imported later, by Adam, it would keep the process group
 import torch.nn as nn
 import tyro
 from filelock import FileLock
@@ -117,7 +117,7 @@ class Args:
     # value head only; shared: one, trained by all losses
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; below 200 iterations, use 8
+    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; in a run of less than 200, use 8
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
@@ -284,7 +284,7 @@ def policy_loss(args: Args, out: Outputs, chunk: dict):
     pi = Policy(out.logits)
     logratio = pi.log_prob(chunk["actions"]) - chunk["logprobs"]
     ratio = logratio.exp()
-    epsilon = args.clip_coef if args.clip_coef > 0 else math.inf
+    epsilon = args.clip_coef or math.inf
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon)
     pg_loss = -torch.min(ratio * chunk["advantages"], clipped_ratio * chunk["advantages"]).mean()
     kl_k2 = 0.5 * logratio.square().mean()  # the authors' estimate of KL
@@ -575,7 +575,7 @@ def set_up_device(args):
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
@@ -688,7 +688,7 @@ class Run:
         self.iteration = self.saved["iteration"]
         self.metrics = self.folder / "metrics.csv"
         rows = list(csv.DictReader(self.metrics.open())) if self.metrics.exists() else []
-        spent = float(rows[-1]["wall_time"] or 0) if rows else 0  # also after the checkpoint
+        spent = max((float(row["wall_time"] or 0) for row in rows), default=0)
         self.start = time.monotonic() - spent
         self.rows = rows[: self.iteration]
         self.columns = []
@@ -850,7 +850,7 @@ def main(args):
         else:
             train(args, run, act, gradient_step)
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # after CUDA graphs, for which NCCL waits
+            dist.destroy_process_group()  # after train's CUDA graphs, for which NCCL waits
         if RANK == 0 and args.track:
             sys.modules["wandb"].finish()
     print(f"{folder} is finished")

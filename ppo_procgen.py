@@ -37,7 +37,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # later, by Adam, it would keep the process group
+import torch.distributed.nn  # imported later, by Adam, it would keep the process group
 import torch.nn as nn
 import tyro
 from filelock import FileLock
@@ -467,7 +467,7 @@ def set_up_device(args):
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
     elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
         libc = ctypes.CDLL(None)
-        libc.mallopt(-3, 2**30)  # M_MMAP_THRESHOLD
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
 
 
@@ -566,7 +566,7 @@ class Run:
         self.iteration = self.saved["iteration"]
         self.metrics = self.folder / "metrics.csv"
         rows = list(csv.DictReader(self.metrics.open())) if self.metrics.exists() else []
-        spent = float(rows[-1]["wall_time"] or 0) if rows else 0  # also after the checkpoint
+        spent = max((float(row["wall_time"] or 0) for row in rows), default=0)
         self.start = time.monotonic() - spent
         self.rows = rows[: self.iteration]
         self.columns = []
@@ -724,7 +724,7 @@ def main(args):
         else:
             train(args, run, act, gradient_step)
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # after CUDA graphs, for which NCCL waits
+            dist.destroy_process_group()  # after train's CUDA graphs, for which NCCL waits
         if RANK == 0 and args.track:
             sys.modules["wandb"].finish()
     print(f"{folder} is finished")

@@ -93,8 +93,7 @@ def test_no_two_ranks_of_any_seeds_play_the_same(monkeypatch, script):
 
 
 @pytest.mark.slow
-def test_torchrun_trains_twice_to_the_same_bits_and_leaves_no_thread_of_gloo(tmp_path, script):
-    """Such a thread may abort the process at its end."""
+def test_torchrun_trains_twice_to_the_same_bits_and_leaves_no_thread_of_gloo_that_may_abort(tmp_path, script):
     path = tmp_path / f"{script.__name__}.py"
     end = '    assert not any("gloo" in x.read_text() for x in Path("/proc/self/task").glob("*/comm"))\n'
     path.write_text(Path(script.__file__).read_text() + end)

@@ -147,6 +147,7 @@ def test_rows_are_written_as_they_come_and_what_only_changes_the_speed_may_chang
     with open(stopped / "metrics.csv", "a") as file:
         file.write("3,192,0.5")  # a line that a full disk cut off
     assert same(resume(ppg_procgen, stopped, "--env-threads", 2, "--buffer-on-cpu"), trained())
+    assert sorted(times := [float(row["wall_time"]) for row in read_rows(stopped)]) == times
 
 
 def test_an_edited_script_is_refused_until_it_is_the_one_in_the_folder(stopped, trained, monkeypatch, capsys, tmp_path):
