@@ -84,7 +84,7 @@ def test_fast_and_plain_path_agree_over_20_updates(gpu, monkeypatch, arch, preci
     plain, fast = losses(False), losses(True)
     assert plain["grad_norm"].unique().numel() == 20 and plain["aux/kl_loss"].min() > 1e-6  # errors would add up
     assert fast["approx_kl_k2"].max() < 1e-8 and not fast["clipfrac"].any()  # updates see the rollout's policy
-    updates, tolerance = {"float64": (20, 1e-7), "float32": (1, 1e-4), "bfloat16": (5, 0.1)}[precision]
+    updates, tolerance = {"float64": (20, 1e-7), "float32": (2, 2e-3), "bfloat16": (5, 0.1)}[precision]
     for name in ("aux/aux_value_loss", "aux/real_value_loss", "aux/kl_loss") if precision == "bfloat16" else plain:
         actual, expected = fast[name][:updates], plain[name][:updates]
         torch.testing.assert_close(actual, expected, rtol=tolerance, atol=min(tolerance, 5e-3))
