@@ -26,6 +26,8 @@ from pathlib import Path
 
 import tyro
 
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # they stop a sweep and its runs
+
 
 @dataclass
 class Args:
@@ -35,7 +37,7 @@ class Args:
     folder: Path | None = None  # folder of the sweep; default: sweeps/ and the exp_name of the first command
     workers: int | None = None  # runs, or SLURM tasks, at a time; default: one for each GPU slot, or one on the CPU
     gpus: tuple[str, ...] | None = None  # GPU slots, as in 0 0 1 or 0,0,1; nothing after the flag: CPU; default: all
-    retries: int = 2  # further attempts at a run that fails, except with exit code 2: bad arguments, infinite gradients
+    retries: int = 2  # further attempts at a run that fails, except with exit code 2: bad arguments, a gradient of nan
     dry_run: bool = False  # print the commands of the unfinished runs and do nothing
     slurm: bool = False  # submit the unfinished runs as an array job with slurm.sbatch
     index: int | None = None  # do only the run with this number, counted from 0: for the tasks of the array job
@@ -60,7 +62,7 @@ class Run:
         self.attempts = 0
 
     def is_finished(self) -> bool:
-        """If the flags differ from those of the finished run, the script must say whether it accepts them."""
+        """With these very flags. Of a run with others, the script must say whether it accepts them."""
         marker = self.run_dir / "finished"
         return marker.exists() and marker.read_text() == shlex.join(self.command)
 
@@ -78,20 +80,22 @@ class Run:
         with open(self.log_file, "a") as log:
             print(f"=== {time.strftime('%F %T')} {os.uname().nodename}:", shlex.join(self.argv()), file=log, flush=True)
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            # a new session: kill() reaches all processes of a run
+            # a new session: kill() reaches all its processes
             self.process = subprocess.Popen(self.argv(), env=environment, start_new_session=True, **streams)
 
     def kill(self) -> None:
-        """Kill all processes of the run. SIGKILL loses no more than SIGTERM: the run has its checkpoint."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """End all processes of the run. It loses what it has done since its checkpoint."""
+        for signum in (signal.SIGTERM, signal.SIGKILL):  # torchrun hands on the first to its ranks, in other sessions
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self.process.pid, signum)
+                self.process.wait(30)
 
     def result(self) -> str:
         code = self.process.returncode  # -9: killed by signal 9
-        lines = re.findall(r"\w.*", self.log_file.read_text(errors="replace"))
-        lines = [line for line in lines if "--help" not in line]  # tyro's last line
-        return f"exit code {code}: {lines[-1]}" if code else "finished"
+        log = self.log_file.read_text(errors="replace").rpartition("\n=== ")[2]
+        box = re.findall(r"^│ (\w.*?) *│$", log, re.MULTILINE)  # tyro's: its first line says which flag is bad
+        reason = box[0] if box else re.findall(r"\w.*", log)[-1]
+        return f"exit code {code}: {reason}" if code else "finished"
 
 
 def plan(args: Args) -> list[Run]:
@@ -124,7 +128,7 @@ def gpu_slots(args: Args) -> list[str | None]:
     if gpus is None:
         output = subprocess.getoutput("nvidia-smi --query-gpu=index --format=csv,noheader")
         gpus = ",".join(re.findall(r"^\d+$", output, re.MULTILINE)) or None  # other lines say what is wrong
-    if not gpus:
+    if gpus in (None, "", "-1"):
         return [None if gpus is None else ""] * (args.workers or 1)
     slots = gpus.split(",")
     if args.index is None and args.workers and args.workers > len(slots):
@@ -158,8 +162,15 @@ def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]
     finally:
         for run in running:
             run.kill()
+        for run in running:
             say(f"{run.name}: stopped; the same call again continues")
     return failed
+
+
+def stop(signum: int, frame: object) -> None:
+    for other in SIGNALS:
+        signal.signal(other, signal.SIG_IGN)  # another one must not interrupt the end of the runs
+    sys.exit(128 + signum)
 
 
 def main(args: Args) -> int:
@@ -188,10 +199,10 @@ def main(args: Args) -> int:
         lock.close()  # the tasks may start before sbatch returns
         task = [sys.executable, Path(__file__).resolve(), *sys.argv[1:]]  # in this folder, where SLURM starts tasks
         return subprocess.run(["sbatch", *options, script, *task]).returncode
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for signum in SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
-            signal.signal(signum, lambda signum, frame: sys.exit(128 + signum))
-    slots = gpu_slots(args)[: len(todo)]
+            signal.signal(signum, stop)
+    slots = gpu_slots(args)[: len(runs)]
     if not any(slots):  # runs on the CPU share its cores; each would start a thread for every one
         num_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // len(slots))))

@@ -27,13 +27,16 @@ done
 echo "$game $how ${CUDA_VISIBLE_DEVICES-unset} ${OMP_NUM_THREADS-unset}" >>starts
 exec 9>"lock.${CUDA_VISIBLE_DEVICES-$game}"
 flock --nonblock 9 || { echo locked; exit 1; }  # two runs share a GPU, or an attempt has left a process
-[ $how = --resume ] && [ "$1" = --size ] && { echo size cannot change; exit 2; }
+[ $how = --resume ] && [ "$1" = --size ] && { printf "%s\\n" "╭─ Error ─╮" "│ size cannot change │" ╰──╯; exit 2; }
 mkdir -p "$run_dir"
 touch "$run_dir/args.json"
 [ -e fixed ] || case $game in
     flaky) [ $how = --resume ] || exit 1 ;;
     crash) sleep 1000 & echo the GPU caught fire; exit 1 ;;
-    waits) touch ready; until [ -e fixed ]; do sleep 0.02; done ;;
+    waits)  # with a process in a session of its own, as torchrun has
+        setsid sleep 1000 & trap "kill $!" EXIT; trap exit TERM
+        echo >>ready
+        until [ -e fixed ]; do sleep 0.02; done ;;
 esac
 """
 
@@ -84,7 +87,7 @@ def test_one_crashes_the_others_go_on_and_the_same_call_completes():
     assert code == 0 and "all runs are finished" in output
     assert starts(0)[5:] == ["crash", "fine"] and starts(1)[5:] == ["--resume", "--run-dir"]
     code, output = run("fine", command="train --size 3")  # no finished run; a bad argument is not tried again
-    assert code == 1 and "FAILED fine__train__1: exit code 2: size cannot change" in output
+    assert code == 1 and "FAILED fine__train__1: exit code 2: size cannot change (see" in output
     assert starts(1)[7:] == ["--resume"]
 
 
@@ -100,7 +103,8 @@ def test_gpu_slots_are_never_shared():
 def test_where_the_default_gpus_come_from_and_runs_without_one_share_the_cores(monkeypatch):
     add_program("nvidia-smi", "echo No devices were found")
     num_cores = len(os.sched_getaffinity(0))
-    assert run("one", "two", "three", "--workers", "2")[0] == run("four", "--workers", "2")[0] == 0
+    for games in (["one", "two"], ["one", "two", "three"], ["four"]):  # what is left has as many threads as before
+        assert run(*games, "--workers", "2")[0] == 0
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert run("five")[0] == 0
     assert starts(2) == ["unset"] * 5
@@ -109,7 +113,9 @@ def test_where_the_default_gpus_come_from_and_runs_without_one_share_the_cores(m
     assert run("fine.1", "fine.2")[0] == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
     assert run("fine.3", "fine.4")[0] == 0
-    assert sorted(starts(2)[5:]) == ["0", "1", "6", "7"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert run("fine.5")[0] == 0
+    assert sorted(starts(2)[5:]) == ["", "0", "1", "6", "7"]
 
 
 def test_a_second_sweep_is_refused_and_nohup_keeps_the_first_alive():
@@ -123,16 +129,21 @@ def test_a_second_sweep_is_refused_and_nohup_keeps_the_first_alive():
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_stops_the_runs_and_a_moved_folder_continues(signum):
-    process = start("waits", "fine", "--gpus")
-    wait_for(Path("ready").exists)
+    process = start("waits", "waits.2", "fine", *"--gpus 0 1".split())
+    wait_for(lambda: Path("ready").exists() and Path("ready").stat().st_size == 2)
+    if signum == signal.SIGHUP:
+        process.stdout.close()  # as a closed terminal, which takes no more words
     process.send_signal(signum)
-    assert "stopped" in process.communicate(timeout=60)[0] and process.returncode == 128 + signum
-    with open("lock.") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run has ended
+    if signum != signal.SIGHUP:
+        assert process.communicate(timeout=60)[0].count("stopped") == 2 and process.returncode == 128 + signum
+    assert process.wait(60) > 0
+    for gpu in ("0", "1"):
+        with open(f"lock.{gpu}") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the run has ended
     Path("fixed").touch()
     Path("sweep").rename("elsewhere")
     assert run("waits", folder="elsewhere")[0] == 0
-    assert starts(0) == ["waits", "waits"] and starts(1) == ["--run-dir", "--resume"]
+    assert starts(0) == ["waits"] * 3 and starts(1) == ["--run-dir", "--run-dir", "--resume"]
 
 
 def test_slurm_array_does_the_unfinished_runs():
