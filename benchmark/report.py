@@ -9,12 +9,10 @@ grouped by exp_name, distribution mode, number of levels, and the flags that cha
 """
 
 import io
-import itertools
 import json
 import math
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,8 +42,8 @@ MIN_SEEDS = 3  # fewer seeds get no interval of their mean: it would be wider th
 SAME_GROUP = {  # flags that tell a group's runs apart, follow from other flags, or change no numbers
     "env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", *SETTING,
     "device", "cuda", "compile", "cuda_graphs", "tf32", "buffer_on_cpu", "aux_device", "env_threads",
-    "num_env_threads", "chunk_size", "max_chunk", "batch_size", "num_iterations", "num_phases",
-    "eval_interval", "track", "wandb_project_name", "wandb_entity",
+    "chunk_size", "batch_size", "num_iterations", "num_phases", "eval_interval",
+    "track", "wandb_project_name", "wandb_entity",
 }  # fmt: skip
 
 # Okabe and Ito's colors, which color-blind readers can tell apart
@@ -61,8 +59,6 @@ COLORS = {
     "PPO (openai/train-procgen)": "#4D4D4D",
 }
 OTHER_COLORS = ["#882255", "#E69F00", "#332288", "#999933", "#000000", "#A0522D", "#44AA99", "#AA88DD"]
-# of a group on training levels, on unseen levels, and of a published group; the next three where a color repeats
-LINES = [("-", ":", "--"), ("-.", (0, (1, 3)), (0, (4, 1, 1, 1))), ((0, (8, 3)), (0, (1, 5)), (0, (3, 4)))]
 NUM_BINS = 100  # points of a drawn curve
 WIDTH = 7  # inches of a whole picture
 STYLE = {"axes.grid": True, "grid.alpha": 0.4, "axes.spines.right": False, "axes.spines.top": False}
@@ -71,9 +67,9 @@ sns.set_theme(context="paper", style="ticks", rc=STYLE)
 
 CURVE_CAPTION = "Mean return of the last 100 episodes: mean ± standard deviation over seeds, until one of them ends."
 STEP_TEXT = (
-    "Mean return of the last 100 episodes, averaged in each run over the steps from {start:,.0f} to {step:,.0f}, or "
-    "its last row before. Mean ± standard deviation [Student's 95 % interval of the mean] (number of seeds); with "
-    "fewer than three seeds, the value of each."
+    "Mean return of the last 100 episodes, averaged in each run over its rows from {start:,.0f} to {step:,.0f} steps "
+    "(none there: its last row before). Mean ± standard deviation [Student's 95 % interval of the mean] (number of "
+    "seeds); with fewer than three seeds, the value of each."
 )
 DIFFERENCE_TEXT = "Difference of the mean return from the baseline's, [Welch's 95 % interval], seeds of both."
 THRESHOLD_TEXT = (
@@ -81,7 +77,8 @@ THRESHOLD_TEXT = (
     "are fewer) is at least this high. One value a seed, in the order of the seeds; –: not reached."
 )
 SCORE_TEXT = (
-    "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper. IQM: interquartile mean. "
+    "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper. A group counts with the same "
+    "number of seeds in each game, the lowest. IQM: interquartile mean. "
     "P(improvement): probability that a run has a higher score than a run of the baseline on the same game. In "
     "brackets: 95 % interval of a bootstrap over seeds, stratified by game."
 )
@@ -94,7 +91,7 @@ class Args:
     step: float | None = None  # step of the tables; default: where the median run ended, or the published row before it
     thresholds: tuple[float, ...] = ()  # also show the first step at which each run has these returns
     references: tuple[str, ...] = ("ppg", "ppo")  # published curves, by the names in benchmark/reference/README.md
-    baseline: str = "ppo"  # comparisons are with the first group whose name contains this, ours before published
+    baseline: str = "ppo"  # comparisons are with the group of this name, else the first that contains it, ours first
     reps: int = 2000  # bootstrap samples of each interval
 
 
@@ -219,8 +216,9 @@ def in_order(curves: pd.DataFrame) -> list[str]:
 
 def value_at_step(curves: pd.DataFrame, step: float, window: float) -> pd.DataFrame:
     """Each curve's mean over its rows in (step - window, step], or its last row before `step` if it has none there and
-    goes on afterwards. Curves that end before the window are left out."""
-    reached = curves.groupby(CURVE).global_step.transform("max") > step - window
+    goes on afterwards. Runs that end before the window are left out."""
+    run = ["env_id", curves.group.str.removesuffix(UNSEEN), "run"]  # evaluations on unseen levels may be rare
+    reached = curves.groupby(run).global_step.transform("max") > step - window
     before = curves[reached & (curves.global_step <= step)]
     last = before.groupby(CURVE).global_step.transform("max")
     in_window = before.global_step > np.minimum(step - window, last - 1)
@@ -264,9 +262,10 @@ def estimate(matrices: list[np.ndarray], metric: Callable, reps: int) -> str:
 
 
 def find_baseline(group: str, groups: list[str], name: str) -> str | None:
-    """The first group on the same levels whose name contains this."""
+    """The group of this name, else the first whose name contains it; on the same levels."""
     same_levels = [other for other in groups if other.endswith(UNSEEN) == group.endswith(UNSEEN)]
-    return next((other for other in same_levels if name.lower() in other.lower()), None)
+    matching = [other for other in same_levels if name.lower() in other.lower()]
+    return min(matching, key=lambda other: other.removesuffix(UNSEEN) != name, default=None)
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -288,11 +287,11 @@ def game_table(values: pd.DataFrame, column: str, digits: int) -> str:
 
 
 def difference_table(values: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Of each game and group with two seeds or more: the difference of its mean return from our baseline's."""
+    """Of each game and group with two seeds or more: the difference of its mean return from the baseline's."""
     returns = dict(list(values.groupby(["env_id", "group"]).episodic_return))
-    own_groups, rows = in_order(values[values.own]), []
+    groups, rows = in_order(values), []
     for (game, group), x in returns.items():
-        rival = find_baseline(group, own_groups, baseline)
+        rival = find_baseline(group, groups, baseline)
         y = returns.get((game, rival), [])
         if rival != group and min(len(x), len(y)) >= 2:
             low, high = stats.ttest_ind(x, y, equal_var=False).confidence_interval()
@@ -327,15 +326,14 @@ def aggregate_table(scores: dict[str, np.ndarray], baseline: str, reps: int) -> 
 
 
 def looks(groups: list[str]) -> dict[str, tuple]:
-    """Color and line of each group, no two alike. A group on training and on unseen levels has one color."""
-    others, num_uses, look_of = itertools.cycle(OTHER_COLORS), Counter(), {}
+    """Color and line of each group. A group on training and on unseen levels has one color."""
     all_published = all("(openai/" in group for group in groups)
+    used, look_of = {None}, {}
     for name in dict.fromkeys(group.removesuffix(UNSEEN) for group in groups):
-        color = COLORS.get(name) or next(others)
-        solid, dotted, dashed = LINES[num_uses[color] % len(LINES)]
-        num_uses[color] += 1
-        look_of[name] = color, dashed if "(openai/" in name and not all_published else solid
-        look_of[name + UNSEEN] = color, dotted
+        color = next((x for x in (COLORS.get(name), *OTHER_COLORS) if x not in used), "0.5")
+        used.add(color)
+        look_of[name] = color, "--" if "(openai/" in name and not all_published else "-"
+        look_of[name + UNSEEN] = color, ":"
     return {group: look_of[group] for group in groups}
 
 
@@ -430,14 +428,13 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     own = own.assign(wall_time=own.wall_time / seconds)
     fig = draw_curves(own, "wall_time", own.wall_time.max(), f"Time ({unit})")
     text += ["### Return over time", picture(fig, Path(f"{path}_time"), CURVE_CAPTION)]
-    # the published ranges are over many levels of Procgen
-    if (num_levels == 0 or num_levels >= 100) and values.env_id.isin(RANGES.env_id).all():
-        text += report_scores(args, mode, values)
+    procgen = values[values.env_id.isin(RANGES.env_id)]
+    if procgen.own.any() and (num_levels == 0 or num_levels >= 100):  # the published ranges are over many levels
+        text += report_scores(args, mode, procgen)
 
+    groups = in_order(values)
+    notes += [] if find_baseline("", groups, args.baseline) else [f"{title}: no baseline {args.baseline}"]
     notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
-    first_steps = published.groupby("group").global_step.min()
-    late = [f"{group} (at {first:,.0f})" for group, first in first_steps.items() if first > step]
-    notes += [f"{title}: published curves begin later: {', '.join(late)}"] if late else []
     return text
 
 

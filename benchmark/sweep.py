@@ -35,7 +35,7 @@ class Args:
     command: tuple[str, ...]  # training commands, each in quotes; if several, each needs its own --exp-name
     num_seeds: int = 3  # seeds for each command and game
     folder: Path | None = None  # folder of the sweep; default: sweeps/ and the exp_name of the first command
-    workers: int | None = None  # runs, or SLURM tasks, at a time; default: one for each GPU slot, or one on the CPU
+    workers: int | None = None  # runs, or SLURM tasks, at a time; default: 1 on the CPU; on GPUs, one a slot at most
     gpus: tuple[str, ...] | None = None  # GPU slots, as in 0 0 1 or 0,0,1; nothing after the flag: CPU; default: all
     retries: int = 2  # further attempts at a run that fails, except with exit code 2: bad arguments, a gradient of nan
     dry_run: bool = False  # print the commands of the unfinished runs and do nothing
@@ -131,9 +131,6 @@ def gpu_slots(args: Args) -> list[str | None]:
     if gpus in (None, "", "-1"):
         return [None if gpus is None else ""] * (args.workers or 1)
     slots = gpus.split(",")
-    if args.index is None and args.workers and args.workers > len(slots):
-        more = " ".join((slots * args.workers)[: args.workers])
-        say(f"--workers {args.workers}: {len(slots)} at a time, one for each GPU slot; for more: --gpus {more}")
     return slots[: args.workers]
 
 

@@ -15,10 +15,6 @@ import ppg_procgen
 import ppo_procgen
 
 FLAGS = TINY_PPG | {"total_timesteps": 4 * 2 * 4 * 16}  # 4 iterations of 2 ranks x 4 x 16, two phases
-
-
-# ---- the same algorithm as in one process
-
 # 2 ranks x 2 games x 8 steps, two phases; a rank's minibatches have 8 samples, the 2 auxiliary ones 2 rollouts
 SMALL = {"num_envs": 2, "num_steps": 8, "total_timesteps": 4 * 32}
 VARIANTS = {
@@ -101,9 +97,6 @@ def test_torchrun_trains_twice_to_the_same_bits_and_leaves_no_thread_of_gloo_tha
     for name in "ab":
         subprocess.run([*TORCHRUN, path, *as_flags(flags | {"run_dir": tmp_path / name})], check=True)
     assert same(tmp_path / "a", tmp_path / "b")
-
-
-# ---- what goes wrong
 
 
 @pytest.mark.parametrize("rank, target, k", [(0, "step", 40), (1, "gradient_step", 6), (0, "Run.save", 3)])

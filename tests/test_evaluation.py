@@ -1,6 +1,7 @@
 """Evaluation during training, and benchmark/evaluate.py on what training leaves."""
 
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -124,6 +125,7 @@ def test_each_level_is_played_whatever_the_batches(monkeypatch):
 
     config = ppg_procgen.Args(env_id="fruitbot", cuda=False, num_envs=1)
     together = play(episodes=7)
+    assert len({play(episodes=1, seed=seed)["level"].item() for seed in range(9)}) > 1
     assert play(episodes=17)["level"].value_counts().tolist() == [3, 3, 3, 2, 2, 2, 2]
     monkeypatch.setattr(tool, "BATCH_SIZE", 3)  # three batches
     pd.testing.assert_frame_equal(play(episodes=17, greedy=True), together)  # a repeat would be the same episode
@@ -155,9 +157,13 @@ def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
         assert row["mean"] == episodes[episodes["levels"] == row["levels"]].groupby("level")["return"].mean().mean()
         assert row["score"] == pytest.approx((row["mean"] - 0.5) / 12.5)
         assert f"easy {row['levels']}, 4 episodes: {row['mean']:.2f} ± {row['stderr']:.2f}" in printed
-    again, _ = command(run_dir / "agent.pt", "--episodes", 4, "--out", tmp_path)
+    assert tool.level_range("test", {"start_level": 10, "num_levels": 2}).start == 12
+    again, _ = command(run_dir / "agent.pt", "--episodes", 4, "--out", tmp_path / "again")
     assert again.pop("iteration").unique() == ["unknown"]
     pd.testing.assert_frame_equal(again.drop(columns="weights"), episodes.drop(columns=["weights", "iteration"]))
+    alone = shutil.copy(run_dir / "agent.pt", tmp_path)  # weights alone: by this repository's script
+    again, _ = command(alone, *"--env-id bossfight --levels 10:12 --episodes 4 --out".split(), tmp_path / "alone")
+    assert again["return"].tolist() == episodes["return"].tolist()[:4]
 
 
 def make_run(folder, source, **flags):

@@ -83,6 +83,15 @@ def test_value_at_step():
     assert values.run.tolist() == ["1"] and values.episodic_return.tolist() == [3.5]  # 200 is not in (200, 400]
     assert report.value_at_step(curves, step=250, window=100).episodic_return.tolist() == [2, 6]
     assert report.value_at_step(curves, step=290, window=10).episodic_return.tolist() == [2]  # the last row before
+    rare = curve([7.0], [100]).assign(group="a" + report.UNSEEN)  # an evaluation, after which the run goes on
+    assert report.value_at_step(pd.concat([curves, rare]), 400, 100).episodic_return.tolist() == [4, 7]
+
+
+def test_published_rows_that_can_be_compared():
+    ends = {1: [100, 200, 300, 400, 500], 2: [150, 300, 450], 3: [410]}  # the third does not go on to 420
+    published = pd.concat([curve(0.0, steps, seed) for seed, steps in ends.items()])
+    assert report.step_to_compare_at(420, published) == (300, 150)
+    assert report.step_to_compare_at(50, published) == (50, 0)
 
 
 def test_tables_are_those_of_scipy_and_rliable():
@@ -108,6 +117,9 @@ def test_difference_from_the_baseline():
     freedom = variances.sum() ** 2 / (variances**2 / [2, 1]).sum()
     half = scipy.stats.t.ppf(0.975, freedom) * variances.sum() ** 0.5
     assert table.set_index("group").difference["ppg"] == f"+4.00 [{4 - half:+.2f}, {4 + half:+.2f}]"
+    groups = ["my_ppo", "ppo", "ppo" + report.UNSEEN]
+    assert [report.find_baseline(group, groups, "ppo") for group in ("x", "x" + report.UNSEEN)] == groups[1:]
+    assert report.find_baseline("x", groups, "my") == "my_ppo" and report.find_baseline("x", groups, "pgg") is None
 
 
 @pytest.mark.parametrize("x", ["global_step", "wall_time"])
@@ -152,21 +164,23 @@ def test_broken_and_foreign_runs_are_named_and_do_not_stop_the_others(tmp_path):
     (bad[3] / "args.json").write_text('{"args": {')
     page = make_page(tmp_path / "out", tmp_path)
     assert all(f"- {folder}: left out" in page for folder in bad) and page.count("left out") == len(bad)
-    assert rows_of(page, "# Training runs")[1][:6] == ["ppg_procgen", "easy", "0", "1", "3", "3"]
+    assert rows_of(page, "# Training runs")[1] == "ppg_procgen easy 0 1 3 3 1638400 60.0 455.11".split()
     assert "no episode has finished yet: ppg_procgen starpilot seed 4" in page and not list(tmp_path.rglob("*esc*"))
     with pytest.raises(SystemExit, match="report.py: no such file or folder: .*misspelt"):
         make_page(tmp_path / "out", tmp_path, tmp_path / "misspelt")
 
 
 def test_early_ends_and_repeats_are_said(tmp_path):
-    write_run(tmp_path, "maze", seed=1, total_timesteps=101 * BATCH - 1)  # finished: it is no multiple of the batch
-    write_run(tmp_path, "maze", seed=2, num_rows=30, total_timesteps=100 * BATCH)
-    again = write_run(tmp_path / "again", "maze", seed=1, num_rows=50)
+    levels = {"num_levels": 99}  # too few for scores, and without published runs
+    write_run(tmp_path, "maze", seed=1, total_timesteps=101 * BATCH - 1, **levels)  # it has ended: no whole batches
+    write_run(tmp_path, "maze", seed=2, num_rows=30, total_timesteps=100 * BATCH, **levels)
+    again = write_run(tmp_path / "again", "maze", seed=1, num_rows=50, **levels)
     page = make_page(tmp_path / "out", tmp_path, step=50 * BATCH)
-    repeat, early, absent = page.split("## Notes")[1].strip().split("\n\n")
+    repeat, early, baseline, absent = page.split("## Notes")[1].strip().split("\n\n")
     assert f"{again}: left out" in repeat
     assert early.endswith("still running: ppg_procgen maze seed 2 (at 491,520)")
     assert absent.endswith("no value at 819,200 steps: ppg_procgen maze seed 2 (at 491,520)")
+    assert baseline.endswith("no baseline ppo") and "Normalized" not in page and "from 778,240 to 819,200" in page
 
 
 def test_flags_that_change_the_numbers_make_groups(tmp_path):
@@ -190,24 +204,24 @@ def test_different_scripts_in_a_group_are_said(tmp_path):
         assert note.startswith("2 different scripts") and note.endswith(f"than most runs: {run} seed 1 (at 1,638,400)")
 
 
-@pytest.mark.parametrize("command", [[ROOT / "benchmark" / "report.py"], ["-m", "benchmark.report"]])
-def test_it_starts_as_a_file_anywhere_and_as_a_module(tmp_path, command):
+def test_it_starts_anywhere(tmp_path):
     write_run(tmp_path / "runs")
-    folder, environment = ROOT if command[0] == "-m" else tmp_path, os.environ | {"MPLBACKEND": "module://nowhere"}
-    argv = [sys.executable, *command, tmp_path / "runs", "--out", tmp_path / "out", "--reps", "50"]
-    subprocess.run(argv, cwd=folder, env=environment, check=True)
-    assert (tmp_path / "out" / "report.md").exists()
+    argv = [sys.executable, ROOT / "benchmark" / "report.py", "runs", "--reps", "50"]
+    subprocess.run(argv, cwd=tmp_path, env=os.environ | {"MPLBACKEND": "module://nowhere"}, check=True)
+    assert (tmp_path / "report" / "report.md").exists()
 
 
 def test_a_page_on_many_levels(tmp_path):
     for k in range(7):
-        write_run(tmp_path / "runs", "miner" if k > 3 else "maze", seed=k % 4 + 1)
-    page = make_page(tmp_path / "out", tmp_path / "runs", step=96 * BATCH, thresholds=(4, 104))
-    [header, maze, _] = rows_of(page, "### Return at 1,572,864 steps")
+        write_run(tmp_path / "runs", "miner" if k > 3 else "maze", seed=k % 4 + 1, num_rows=120 if k > 3 else 100)
+    write_run(tmp_path / "runs", "Other-v0", num_rows=120)
+    page = make_page(tmp_path / "out", tmp_path / "runs", thresholds=(4, 104))
+    [header, _, maze, _] = rows_of(page, "### Return at 1,572,864 steps")
+    assert "from 1,310,720 to 1,572,864" in page  # 262,144: the interval of published rows
     assert header == ["game", "ppg_procgen", "PPO (openai/train-procgen)"] and maze[1].endswith("] (4)")
     [_, ours, published] = rows_of(page, "### Over maze, miner")  # with the seeds that both games have
     assert ours[:2] == ["ppg_procgen", "3"] and ours[-1].startswith("1.000") and published[-1] == "-"
-    [header, maze, _] = rows_of(page, "### Steps to a return")
+    [header, _, maze, _] = rows_of(page, "### Steps to a return")
     assert header == ["game", "group", "steps to 4", "hours to 4", "steps to 104", "hours to 104"]
     assert maze[2:4] == ["49,152; 32,768; 16,384; 16,384", "0.03; 0.02; 0.01; 0.01"]
     assert maze[4:] == ["–; –; –; 1,638,400", "–; –; –; 1.00"]

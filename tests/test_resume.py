@@ -51,8 +51,6 @@ def age(run_dir):
         path.rename(path.with_name(".".join([*prefix, str(int(second) - 1000), rest])))
 
 
-# ---- killed
-
 VARIANTS = {
     "dual": (ppg_procgen, {"e_value": 2, "e_auxiliary": 2, "n_iteration": 1}),
     "detach": (ppg_procgen, {"arch": "detach", "eval_interval": 1, "env_id": "bossfight"}),
@@ -112,9 +110,6 @@ def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks, second
                 assert len(read_rows(run_dir)) - saved_iteration(run_dir) in (0, 4), "a phase that is done again"
         check_same(run_dir, whole)
     print(f"{kills} kills of {number} runs, the same weights and metrics")
-
-
-# ---- stopped
 
 
 def test_ctrl_c_and_a_run_folder_that_moves(tmp_path, trained, start):
@@ -178,17 +173,6 @@ def test_a_run_in_use_is_refused(stopped):
     with FileLock(stopped / "lock"), pytest.raises(Timeout, match="could not be acquired"):
         resume(ppg_procgen, stopped)
     resume(ppg_procgen, stopped)
-
-
-def test_a_file_of_the_user_is_never_replaced(tmp_path, capsys):
-    mine = tmp_path / "ppg_procgen.py"
-    mine.write_text("# mine")
-    with pytest.raises(SystemExit, match="2"):
-        train(ppg_procgen, make_args(ppg_procgen, tmp_path))
-    assert mine.read_text() == "# mine" and "is not empty" in capsys.readouterr().err
-
-
-# ---- files
 
 
 def test_a_full_disk_stops_the_run_and_harms_nothing(tmp_path, trained, monkeypatch):
