@@ -77,8 +77,8 @@ THRESHOLD_TEXT = (
     "are fewer) is at least this high. One value a seed, in the order of the seeds; –: not reached."
 )
 SCORE_TEXT = (
-    "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper. A group counts with the same "
-    "number of seeds in each game, the lowest. IQM: interquartile mean. "
+    "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper. A group counts with as many "
+    "seeds of each game as it has of every game: those of the lowest numbers. IQM: interquartile mean. "
     "P(improvement): probability that a run has a higher score than a run of the baseline on the same game. In "
     "brackets: 95 % interval of a bootstrap over seeds, stratified by game."
 )
