@@ -7,7 +7,7 @@ import pytest
 import tyro
 from conftest import ROOT
 
-from benchmark import report
+from benchmark import evaluate, report
 from benchmark.reference.figures import scores_by_n_pi
 
 RESULTS = ROOT / "benchmark" / "results"
@@ -42,19 +42,24 @@ def test_bigfish():
         span = tuple(map(int, block.split("–")))
         returns, variances = ([means([x], *span, column) for x in (dual, detach, ppo)] for column in (RETURN, VARIANCE))
         assert cells == [*returns, published("bigfish", *span), *variances]
+    for block, cells in table("iterations | return, 512").items():
+        span, columns = tuple(map(int, block.split("–"))), [RETURN, VARIANCE, "losses/entropy"]
+        assert cells == [means([x], *span, column) for column in columns for x in (detach, small)]
+    phases = [(name, k, kl) for name in (dual, detach) for k, kl in RUNS[name][KL].dropna().items()]
+    for (name, k, kl), cells in zip(phases, table("network, phase after iteration").values(), strict=True):
+        spans = [(k - 3, k), (k + 1, k + 4)]
+        around = [means([name], *span, column) for column in (VARIANCE, RETURN) for span in spans]
+        assert cells == [[f"{kl:.4f}"], *around]
+
+
+def test_three_seeds(tmp_path):
     for block, cells in table("iterations | return, PPG on the H200").items():
         span = tuple(map(int, block.split("–")))
         ours = [means([f"{name}_h200_bigfish_{k}" for k in (1, 2, 3)], *span) for name in ("ppg_detach_n8", "ppo")]
         assert cells == [*ours, published("bigfish", *span) if span[1] % 16 == 0 else []]
-    for block, cells in table("iterations | return, 512").items():
-        span, columns = tuple(map(int, block.split("–"))), [RETURN, VARIANCE, "losses/entropy"]
-        assert cells == [means([x], *span, column) for column in columns for x in (detach, small)]
-    phases = {(name, k): kl for name in (dual, detach) for k, kl in RUNS[name][KL].dropna().items()}
-    rows = table("network, phase after iteration").values()
-    for ((name, k), kl), cells in zip(phases.items(), rows, strict=True):
-        spans = [(k - 3, k), (k + 1, k + 4)]
-        around = [means([name], *span, column) for column in (VARIANCE, RETURN) for span in spans]
-        assert cells == [[f"{kl:.4f}"], *around]
+    report.main(report.Args(tuple(RESULTS.glob("*_h200_*")), tmp_path, thresholds=(3, 5), reps=2))
+    returns, differences, steps, *_ = re.findall(r"(?ms)^\| game.*?\n\n", (tmp_path / "report.md").read_text())
+    assert returns in TEXT and differences in TEXT and steps in TEXT
 
 
 @pytest.mark.parametrize("beginning", ["iterations | 1–16", "iterations, phases", "iterations, so far"])
@@ -93,8 +98,6 @@ def test_one_level():
 
 @pytest.mark.slow
 def test_the_committed_agent(tmp_path, capsys):
-    from benchmark import evaluate
-
     flags = ["--no-cuda", str(RESULTS / "small" / "starpilot_level_0"), "--levels", "train", "--out", str(tmp_path)]
     evaluate.main(tyro.cli(evaluate.Args, args=flags))
     [figure] = re.findall(r"easy train, 128 episodes: (\S+ ± \S+),", capsys.readouterr().out)
