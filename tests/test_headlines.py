@@ -67,6 +67,7 @@ def test_early_iterations(beginning):
     header = TEXT[TEXT.index(f"\n| {beginning}") + 1 :].splitlines()[0]
     blocks = [tuple(map(int, block)) for block in re.findall(r"(\d+)–(\d+)", header)]
     runs = {"PPG, N_π 8": ("ppg_n8", "ppg_detach_n8"), "PPG, N_π 32": ("ppg_detach",), "PPO": ("ppo",)}
+    runs["PPO on this CPU"] = ("ppo_cpu",)
     for name, cells in table(beginning).items():
         env_id, label = name.split(", ", 1)
         wanted = [f"{run}_{env_id}" for run in runs.get(label, ())]
