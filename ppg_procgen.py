@@ -21,7 +21,7 @@ To learn PPG, read sections 2 to 4 and stop. With one process, gather(x) is x, a
 does nothing. S: entropy, M: samples, A: actions. [PPG-k]: a detail that is easily missed.
 
 How to change it:
-    a loss           write f(args, out, chunk) as in section 3; in train, add it to its tuples
+    a loss           f(args, out, chunk), see section 3; in train, add it to its phase's tuples
     the network      ImpalaCNN, and its heads in Agent and Outputs
     what B stores    more of rollout: make_buffer(..., values=torch.empty((T, N)))
     the environment  make_envs: gymnasium's vector interface, SAME_STEP; and state_dict to resume
@@ -58,7 +58,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, by Adam, it would keep the process group
+import torch.distributed.nn  # imported later, it would keep the process group alive
 import torch.nn as nn
 import tyro
 from filelock import FileLock
@@ -87,7 +87,7 @@ class Args:
     exp_name: str = Path(__file__).stem  # experiment's name
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run to continue
-    eval_interval: int = 0  # iterations between evaluations, on unseen levels if any
+    eval_interval: int = 0  # iterations between evaluations, on unseen levels if any; 0: none
     cuda: bool = True  # use the GPU if there is one
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
@@ -274,10 +274,10 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
-# of a rollout obs, actions, logprobs, values, normalized advantages, targets; of B obs, targets,
-# old_logits. A loss returns (loss, statistics to log), both means over samples, as gradient_step
-# averages over chunks.
+# A loss takes the agent's outputs for a chunk of a minibatch, and the chunk: tensors (M, ...).
+# Policy phase: obs, actions, logprobs, values, normalized advantages, targets. Auxiliary phase:
+# obs, targets, old_logits. A loss returns (loss, statistics to log), both means over samples, as
+# gradient_step averages over chunks.
 def policy_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -351,7 +351,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
         (share * total_loss).backward()
         for name, x in chunk_stats.items():
             stats[name] = stats.get(name, 0.0) + share * x.detach()
-        del out  # frees unused parts
+        del out  # and activations of unused heads
     average_grads(agent)  # over ranks
     norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
@@ -478,7 +478,7 @@ def train(args: Args, run: "Run", act, gradient_step):
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
             row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if is_last or iteration % args.n_iteration == 0:  # when B is empty: it is not saved
+        if is_last or iteration % args.n_iteration == 0:  # when B is used up: it is not saved
             run.save(iteration)
 
 
@@ -546,7 +546,7 @@ class EpisodeStatistics:
 
 
 def make_eval_envs(args):
-    unseen = args.start_level + args.num_levels  # the first level not in training
+    unseen = args.start_level + args.num_levels  # the first level after training's
     return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
 
 
@@ -589,7 +589,7 @@ def compile_encoders(agent):
 
 class CudaGraphs:
     """function(*fixed, **inputs) as a CUDA graph for each set of fixed and kind of inputs. Three
-    calls are plain. The fourth is recorded: no .item(), and its numbers stay. Others replay it."""
+    calls are plain. The fourth is recorded, with its Python numbers. Later ones replay it."""
 
     def __init__(self, function):
         self.function = function

@@ -37,7 +37,7 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, by Adam, it would keep the process group
+import torch.distributed.nn  # imported later, it would keep the process group alive
 import torch.nn as nn
 import tyro
 from filelock import FileLock
@@ -67,7 +67,7 @@ class Args:
     run_dir: str = ""  # run folder; empty: runs/{env_id}__{exp_name}__{seed}__{time}
     resume: str | None = None  # run folder of an interrupted run to continue
     checkpoint_interval: int = 4  # iterations between checkpoints
-    eval_interval: int = 0  # iterations between evaluations, on unseen levels if any
+    eval_interval: int = 0  # iterations between evaluations, on unseen levels if any; 0: none
     cuda: bool = True  # use the GPU if there is one
     track: bool = False  # also log to Weights & Biases
     wandb_project_name: str = "ppg-procgen"  # W&B project
@@ -219,9 +219,9 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk, a part of a minibatch. A chunk has tensors (M, ...):
-# obs, actions, logprobs, values, advantages, targets. A loss returns (loss, statistics to log),
-# both means over samples, as gradient_step averages over chunks.
+# A loss takes the agent's outputs for a chunk of a minibatch, and the chunk: tensors (M, ...):
+# obs, actions, logprobs, values, advantages, targets. It returns (loss, statistics to log), both
+# means over samples, as gradient_step averages over chunks.
 def ppo_loss(args: Args, out: Outputs, chunk: dict):
     """-L_clip - c S[pi] + vf_coef * value loss, L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -280,7 +280,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
         (share * total_loss).backward()
         for name, x in chunk_stats.items():
             stats[name] = stats.get(name, 0.0) + share * x.detach()
-        del out  # frees unused parts
+        del out  # and activations of unused heads
     average_grads(agent)  # over ranks
     norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
@@ -438,7 +438,7 @@ class EpisodeStatistics:
 
 
 def make_eval_envs(args):
-    unseen = args.start_level + args.num_levels  # the first level not in training
+    unseen = args.start_level + args.num_levels  # the first level after training's
     return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
 
 
@@ -481,7 +481,7 @@ def compile_encoders(agent):
 
 class CudaGraphs:
     """function(*fixed, **inputs) as a CUDA graph for each set of fixed and kind of inputs. Three
-    calls are plain. The fourth is recorded: no .item(), and its numbers stay. Others replay it."""
+    calls are plain. The fourth is recorded, with its Python numbers. Later ones replay it."""
 
     def __init__(self, function):
         self.function = function
