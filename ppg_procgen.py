@@ -117,14 +117,14 @@ class Args:
     # value head only; shared: one, trained by all losses
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; in a run of less than 200, use 8
+    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; 8 if a run has fewer than 200
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
     num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
     # encoders' dtype in the auxiliary phase. bfloat16 needs an RTX 30 or later, AMX, or avx512_bf16
     aux_dtype: Literal["float32", "bfloat16"] = "float32"
-    cuda_graphs: bool = False  # replay whole steps on a GPU; takes up to 3 GB more
+    cuda_graphs: bool = False  # replay whole steps on a GPU; takes more memory
     compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
     buffer_on_cpu: bool = False  # keep the buffer B in host memory
@@ -573,7 +573,7 @@ def set_up_device(args):
         torch.backends.cudnn.benchmark = True
         if args.cuda_graphs:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-    elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
+    elif sys.platform == "linux":  # keep freed memory: to map it again is slow
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD

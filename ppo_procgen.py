@@ -93,7 +93,7 @@ class Args:
     clip_vloss: bool = True  # clip the change of the value by --clip-coef
     max_grad_norm: float = 0.5  # clip the gradient's norm; 0: no clipping
     # speed and memory
-    cuda_graphs: bool = False  # replay whole steps on a GPU; takes up to 3 GB more
+    cuda_graphs: bool = False  # replay whole steps on a GPU; takes more memory
     compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
 
@@ -280,7 +280,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
         (share * total_loss).backward()
         for name, x in chunk_stats.items():
             stats[name] = stats.get(name, 0.0) + share * x.detach()
-        del out  # and activations of unused heads
+        del out  # and its activations
     average_grads(agent)  # over ranks
     norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
@@ -465,7 +465,7 @@ def set_up_device(args):
         torch.backends.cudnn.benchmark = True
         if args.cuda_graphs:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
-    elif sys.platform == "linux":  # keep freed memory: to map it again costs up to 40 %
+    elif sys.platform == "linux":  # keep freed memory: to map it again is slow
         libc = ctypes.CDLL(None)
         libc.mallopt(-4, 0)  # M_MMAP_MAX
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
