@@ -117,7 +117,7 @@ class Args:
     # value head only; shared: one, trained by all losses
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; 8 if a run has fewer than 200
+    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; use 8 in a run of fewer than 200
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
