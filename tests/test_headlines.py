@@ -52,22 +52,22 @@ def test_bigfish():
         assert cells == [[f"{kl:.4f}"], *around]
 
 
-def test_three_seeds(tmp_path):
-    for block, cells in table("iterations | return, PPG on the H200").items():
+@pytest.mark.parametrize("machine", ["h200", "cpu"])
+def test_seeds(machine, tmp_path):
+    for block, cells in table(f"iterations | return, PPG on one {machine.upper()}").items():
         span = tuple(map(int, block.split("–")))
-        ours = [means([f"{name}_h200_bigfish_{k}" for k in (1, 2, 3)], *span) for name in ("ppg_detach_n8", "ppo")]
+        ours = [means([x for x in RUNS if f"{name}_{machine}_bigfish" in x], *span) for name in ("n8", "ppo")]
         assert cells == [*ours, published("bigfish", *span) if span[1] % 16 == 0 else []]
-    report.main(report.Args(tuple(RESULTS.glob("*_h200_*")), tmp_path, thresholds=(3, 5), reps=2))
+    report.main(report.Args(tuple(RESULTS.glob(f"*_{machine}_bigfish_*")), tmp_path, thresholds=(3, 5), reps=2))
     returns, differences, steps, *_ = re.findall(r"(?ms)^\| game.*?\n\n", (tmp_path / "report.md").read_text())
     assert returns in TEXT and differences in TEXT and steps in TEXT
 
 
-@pytest.mark.parametrize("beginning", ["iterations | 1–16", "iterations, phases", "iterations, so far"])
+@pytest.mark.parametrize("beginning", ["iterations | 1–16", "iterations, phases", "iterations, all 96"])
 def test_early_iterations(beginning):
     header = TEXT[TEXT.index(f"\n| {beginning}") + 1 :].splitlines()[0]
     blocks = [tuple(map(int, block)) for block in re.findall(r"(\d+)–(\d+)", header)]
-    runs = {"PPG, N_π 8": ("ppg_n8", "ppg_detach_n8"), "PPG, N_π 32": ("ppg_detach",), "PPO": ("ppo",)}
-    runs["PPO on this CPU"] = ("ppo_cpu",)
+    runs = {"PPG, N_π 8": ("ppg_n8", "ppg_detach_n8_cpu"), "PPG, N_π 32": ("ppg_detach",), "PPO": ("ppo",)}
     for name, cells in table(beginning).items():
         env_id, label = name.split(", ", 1)
         wanted = [f"{run}_{env_id}" for run in runs.get(label, ())]
