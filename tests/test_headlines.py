@@ -1,6 +1,9 @@
 """The tables of results/README.md and GUIDE.md, computed again from the committed metrics."""
 
+import os
 import re
+import subprocess
+import sys
 
 import pandas as pd
 import pytest
@@ -52,15 +55,23 @@ def test_bigfish():
         assert cells == [[f"{kl:.4f}"], *around]
 
 
-@pytest.mark.parametrize("machine", ["h200", "cpu"])
-def test_seeds(machine, tmp_path):
+@pytest.mark.parametrize("machine, seeds", [("h200", "[456]"), ("cpu", "*")])
+def test_seeds(machine, seeds, tmp_path):
     for block, cells in table(f"iterations | return, PPG on one {machine.upper()}").items():
         span = tuple(map(int, block.split("–")))
         ours = [means([x for x in RUNS if f"{name}_{machine}_bigfish" in x], *span) for name in ("n8", "ppo")]
         assert cells == [*ours, published("bigfish", *span) if span[1] % 16 == 0 else []]
-    report.main(report.Args(tuple(RESULTS.glob(f"*_{machine}_bigfish_*")), tmp_path, thresholds=(3, 5), reps=2))
+    command = f"'{sys.executable}' ../report.py *_{machine}_bigfish_{seeds} --thresholds 3 5 --out '{tmp_path}'"
+    subprocess.run(command, shell=True, cwd=RESULTS, env=os.environ | {"MPLBACKEND": "module://nowhere"}, check=True)
     returns, differences, steps, *_ = re.findall(r"(?ms)^\| game.*?\n\n", (tmp_path / "report.md").read_text())
     assert returns in TEXT and differences in TEXT and steps in TEXT
+
+
+def test_differences():
+    _, curves, _ = report.load_runs(tuple(RESULTS.glob("*_h200_bigfish_*")))
+    for step in (1_048_576, 1_572_864, 2_097_152):
+        [row] = report.difference_table(report.value_at_step(curves, step, 262_144), "ppo").itertuples()
+        assert f"| {step:,} | {row.difference} | {row.seeds} |" in TEXT
 
 
 @pytest.mark.parametrize("beginning", ["iterations | 1–16", "iterations, phases", "iterations, all 96"])

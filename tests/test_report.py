@@ -1,18 +1,14 @@
 """benchmark/report.py: its numbers against scipy, rliable and published figures, its groups, and odd or broken runs."""
 
 import json
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
-from conftest import ROOT
 from PIL import Image
 from rliable import metrics
 from torch.utils.tensorboard import SummaryWriter
@@ -202,13 +198,6 @@ def test_different_scripts_in_a_group_are_said(tmp_path):
         args.write_text(args.read_text().replace("abc", script))
     for note, run in zip(report.load_runs((tmp_path,))[2], ["old miner", "ppg_procgen maze"], strict=True):
         assert note.startswith("2 different scripts") and note.endswith(f"than most runs: {run} seed 1 (at 1,638,400)")
-
-
-def test_it_starts_anywhere(tmp_path):
-    write_run(tmp_path / "runs")
-    argv = [sys.executable, ROOT / "benchmark" / "report.py", "runs", "--reps", "50"]
-    subprocess.run(argv, cwd=tmp_path, env=os.environ | {"MPLBACKEND": "module://nowhere"}, check=True)
-    assert (tmp_path / "report" / "report.md").exists()
 
 
 def test_a_page_on_many_levels(tmp_path):
