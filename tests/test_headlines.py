@@ -61,7 +61,7 @@ def test_seeds(machine, seeds, tmp_path):
         span = tuple(map(int, block.split("–")))
         ours = [means([x for x in RUNS if f"{name}_{machine}_bigfish" in x], *span) for name in ("n8", "ppo")]
         assert cells == [*ours, published("bigfish", *span) if span[1] % 16 == 0 else []]
-    command = f"'{sys.executable}' ../report.py *_{machine}_bigfish_{seeds} --thresholds 3 5 --out '{tmp_path}'"
+    command = f"'{sys.executable}' ../report.py *_{machine}_bigfish_{seeds} --thresholds 3 5 --reps 2 --out {tmp_path}"
     subprocess.run(command, shell=True, cwd=RESULTS, env=os.environ | {"MPLBACKEND": "module://nowhere"}, check=True)
     returns, differences, steps, *_ = re.findall(r"(?ms)^\| game.*?\n\n", (tmp_path / "report.md").read_text())
     assert returns in TEXT and differences in TEXT and steps in TEXT

@@ -63,8 +63,8 @@ def test_the_command(tmp_path):
     assert source == apply(ENV, VECTORS, CONTINUOUS, MEMORY)
     assert "agent(last_obs, hidden[t + 1], 1)" in source and "hidden[t + 1]" not in apply(ENV)
     assert recipe(ENV, "-o", path) == f"recipe.py: {path} exists\n"
-    assert '"Add magic"' in recipe("Add magic")
-    error = recipe(ENV, ENVPOOL)
+    assert '"Add magic"' in recipe("Add magic", "-o", tmp_path / "new.py")
+    error = recipe(ENV, ENVPOOL, "-o", tmp_path / "new.py")
     assert f'"{ENVPOOL}"' in error and "envs = make_envs(" in error
 
 

@@ -39,8 +39,7 @@ class SmallCNN(nn.Module):
 
 
 class ScriptedGames:
-    """Game e of rank r is number r * N + e of the whole run, however many processes play it: what it shows depends on
-    its number and the time, its rewards on what it shows and the action."""
+    """Game e of rank r has number r * N + e. Its images depend on number and time, its rewards on image and action."""
 
     single_observation_space, single_action_space = Box(0, 255, (64, 64, 3), np.uint8), Discrete(15)
 
