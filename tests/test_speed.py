@@ -28,10 +28,8 @@ def gpu():
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     torch._dynamo.reset()
-    gc.disable()  # an earlier run's graph, collected during a capture, would invalidate it
     with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
         yield torch.device("cuda:0")  # set_device needs the index
-    gc.enable()
     torch.set_default_dtype(torch.float32)
     torch.cuda.set_stream(torch.cuda.default_stream())
 
@@ -305,9 +303,7 @@ def test_no_tensor_outlives_its_update(script, monkeypatch, run):
 
     alive, flags = [], {"n_iteration": 1, "e_auxiliary": 4} if script is ppg_procgen else {}
     monkeypatch.setattr(script, "gradient_step", counted)
-    gc.freeze()  # what is there already is not looked at again and again
     run(script, num_minibatches=8, total_timesteps=64, **flags)
-    gc.unfreeze()
     assert [len(set(alive[2:8])), len(set(alive[10:16]))] == [1, 1], alive  # after Adam made its state
 
 
