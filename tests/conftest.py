@@ -24,7 +24,6 @@ import worker  # noqa: E402
 import ppg_procgen  # noqa: E402
 import ppo_procgen  # noqa: E402
 
-gc.freeze()  # what is imported takes a third of a second to go through
 gc.disable()  # gym3 waits for ever where old games are collected while new ones are made
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -38,6 +37,7 @@ CHEAP_PPG = TINY_PPG | {"num_envs": 2, "num_steps": 8, "total_timesteps": 64, "a
 def seed():
     """A test draws the same numbers whichever ran before."""
     gc.collect()
+    gc.freeze()  # what outlives a test is not gone through again
     torch.manual_seed(0)
 
 
