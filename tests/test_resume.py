@@ -107,7 +107,7 @@ def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks, second
             kills += any(codes)
             age(run_dir)
             if (run_dir / "checkpoint.pt").exists() and saved_iteration(run_dir) > 0:
-                assert len(read_rows(run_dir)) - saved_iteration(run_dir) in (0, 4), "a phase that is done again"
+                assert len(read_rows(run_dir)) - saved_iteration(run_dir) in range(5), "more than a phase is done again"
         check_same(run_dir, whole)
     print(f"{kills} kills of {number} runs, the same weights and metrics")
 
