@@ -19,6 +19,7 @@ N, T = published.N, published.T
 RUNS = {name: (ppg_procgen, args, published.PPG_COLUMNS) for name, args in published.PPG_RUNS.items()}
 RUNS |= {name: (ppo_procgen, args, published.PPO_COLUMNS) for name, args in published.PPO_RUNS.items()}
 PUBLISHED = np.load(published.RESULTS)
+SLOW = {"clipping", "separate"}  # their code paths are in the other runs too
 
 
 def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
@@ -71,7 +72,7 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
     return {"actions": np.array(actions), "losses": np.array(losses), "projections": np.array(projections)}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RUNS])
 def test_whole_run(name, tmp_path, monkeypatch):
     """In float64 what differs is rounding alone."""
     if name in ("detach", "ppo") and sys.version_info[:2] not in ((3, 11), (3, 12)):

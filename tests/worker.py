@@ -62,8 +62,7 @@ class ScriptedGames:
 
 
 def install_scripted(script, setattr) -> None:
-    """Have two ranks of two games do the very same as one process of all four: scripted games and actions, and in the
-    one process minibatches that are the ranks' together, two an epoch. Sets torch's default dtype."""
+    """Have two ranks of two games do what one process of all four does in minibatches of both. Sets torch's dtype."""
     action_calls, permutation_calls = itertools.count(), itertools.count()
 
     def sample(pi, generator=None):
