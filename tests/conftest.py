@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for runs this small, and their processes, threads cost more than they give
+os.environ["MPLBACKEND"] = "module://nowhere"  # as in a notebook
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs and nohup ignore these two,
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so would what tests start
 
@@ -143,6 +144,7 @@ class Process:
 def start(tmp_path_factory):
     """start(script, options, *flags) begins a Process. Named arguments are its environment."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WARM_UP", "1")
         patch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
         multiprocessing.set_forkserver_preload(["worker", "pytest"])
         multiprocessing.forkserver.ensure_running()

@@ -19,7 +19,7 @@ import ppo_procgen
 from benchmark import evaluate as tool
 from ppg_procgen import NUM_LEVELS
 
-GAME = {"env_id": "bossfight", "num_levels": 2, "start_level": 10, "total_timesteps": 128}  # short episodes
+GAME = {"env_id": "bossfight", "num_levels": 2, "start_level": 25, "total_timesteps": 128}  # short episodes
 SOURCE = (ROOT / "ppg_procgen.py").read_text()
 ENVS = """
 class make_envs:  # a level's number gives its length; rewards of 1, in hard mode 2
@@ -89,11 +89,11 @@ def evaluated(request, tmp_path_factory):
 
 def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
     script, run_dir, [(_, training), (first, played), (second, _)] = evaluated
-    assert training == {10, 11} and min(played) >= 12 and first == second
+    assert training == {25, 26} and min(played) >= 27 and first == second
     agent = make_agent(script)
     agent.load_state_dict(torch.load(run_dir / "agent.pt"))
     args = script.Args(env_id="bossfight", num_envs=4, cuda=False)
-    envs = script.make_envs(args, NUM_LEVELS - 1, 12, NUM_LEVELS - 12)  # from the first level that is unseen
+    envs = script.make_envs(args, NUM_LEVELS - 1, 27, NUM_LEVELS - 27)  # from the first level that is unseen
     assert level_seeds(envs) == first
     assert float(read_rows(run_dir)[-1]["eval/test_return"]) == script.evaluate(agent, envs, 1).mean()
 
@@ -151,7 +151,7 @@ def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
     printed = capsys.readouterr().out
     levels = episodes["level"].tolist()
     assert episodes["levels"].tolist() == ["train"] * 4 + ["test"] * 4
-    assert set(levels[:4]) == {10, 11} and min(levels[4:]) >= 12
+    assert set(levels[:4]) == {25, 26} and min(levels[4:]) >= 27
     assert set(summary["iteration"]) == set(episodes["iteration"]) == {2}
     for row in summary.to_dict("records"):
         assert row["mean"] == episodes[episodes["levels"] == row["levels"]].groupby("level")["return"].mean().mean()
@@ -162,7 +162,7 @@ def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
     assert again.pop("iteration").unique() == ["unknown"]
     pd.testing.assert_frame_equal(again.drop(columns="weights"), episodes.drop(columns=["weights", "iteration"]))
     alone = shutil.copy(run_dir / "agent.pt", tmp_path)  # weights alone: by this repository's script
-    again, _ = command(alone, *"--env-id bossfight --levels 10:12 --episodes 4 --out".split(), tmp_path / "alone")
+    again, _ = command(alone, *"--env-id bossfight --levels 25:27 --episodes 4 --out".split(), tmp_path / "alone")
     assert again["return"].tolist() == episodes["return"].tolist()[:4]
 
 

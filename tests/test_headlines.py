@@ -1,9 +1,6 @@
 """The tables of results/README.md and GUIDE.md, computed again from the committed metrics."""
 
-import os
 import re
-import subprocess
-import sys
 
 import pandas as pd
 import pytest
@@ -16,6 +13,7 @@ from benchmark.reference.figures import scores_by_n_pi
 RESULTS = ROOT / "benchmark" / "results"
 TEXT = (RESULTS / "README.md").read_text()
 RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in RESULTS.glob("p*/metrics.csv")}
+PPO = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
 RETURN, VARIANCE, KL = "charts/mean_return_100", "losses/explained_variance", "losses/aux/kl_loss"
 
 
@@ -34,8 +32,7 @@ def means(names: list[str], first: int, last: int, column: str = RETURN) -> list
 
 def published(env_id: str, first: int, last: int) -> list[str]:
     """The returns of the published PPO's seeds, rising. A row is the mean of 16 iterations."""
-    rows = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
-    rows = rows[(rows.env_id == env_id) & (rows.global_step == 16_384 * (first + 15))]
+    rows = PPO[(PPO.env_id == env_id) & (PPO.global_step == 16_384 * (first + 15))]
     return [f"{x:.2f}" for x in rows.episodic_return.sort_values()]
 
 
@@ -61,8 +58,8 @@ def test_seeds(machine, seeds, tmp_path):
         span = tuple(map(int, block.split("–")))
         ours = [means([x for x in RUNS if f"{name}_{machine}_bigfish" in x], *span) for name in ("n8", "ppo")]
         assert cells == [*ours, published("bigfish", *span) if span[1] % 16 == 0 else []]
-    command = f"'{sys.executable}' ../report.py *_{machine}_bigfish_{seeds} --thresholds 3 5 --reps 2 --out {tmp_path}"
-    subprocess.run(command, shell=True, cwd=RESULTS, env=os.environ | {"MPLBACKEND": "module://nowhere"}, check=True)
+    flags = f"--thresholds 3 5 --reps 2 --out {tmp_path}".split()
+    report.main(tyro.cli(report.Args, args=[*map(str, RESULTS.glob(f"*_{machine}_bigfish_{seeds}")), *flags]))
     returns, differences, steps, *_ = re.findall(r"(?ms)^\| game.*?\n\n", (tmp_path / "report.md").read_text())
     assert returns in TEXT and differences in TEXT and steps in TEXT
 

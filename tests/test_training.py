@@ -64,7 +64,7 @@ def test_the_first_update_of_an_iteration_sees_what_acted(run, script, monkeypat
 
     seen = []
     monkeypatch.setattr(script, "gradient_step", gradient_step)
-    rows = read_rows(run(script, small=False, env_id="bossfight", total_timesteps=2 * 64))
+    rows = read_rows(run(script, small=False, env_id="bossfight", num_steps=8, total_timesteps=2 * 32))
     updates = seen[:: len(seen) // 2]  # the first of two iterations
     assert np.allclose(updates, [0, 0, 1], atol=1e-5) and not np.allclose(seen, [0, 0, 1], atol=1e-5)
     assert all(abs(float(row["losses/first_approx_kl"])) < 1e-6 < float(row["losses/approx_kl"]) for row in rows)

@@ -19,9 +19,9 @@ import ppo_procgen  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# what a run imports late, and the pictures that procgen loads for its first environment, so that forks have them
-torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
-ppg_procgen.make_envs(ppg_procgen.Args(env_id="coinrun", num_envs=1), 0, 0, 0)
+if "WARM_UP" in os.environ:  # load what a run imports late, and procgen's pictures, so that forks have them
+    torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
+    ppg_procgen.make_envs(ppg_procgen.Args(env_id="coinrun", num_envs=1), 0, 0, 0)
 
 
 class SmallCNN(nn.Module):
