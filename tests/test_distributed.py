@@ -64,6 +64,7 @@ def whole(tmp_path_factory, ranks) -> Path:
     first, second = ranks(ppg_procgen, {}, *as_flags(FLAGS | {"run_dir": run_dir}))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.endswith("is finished\n") and second.stdout == "", "rank 0 alone speaks"
+    assert first.stdout.count("%, SPS ") == 4, "a line an iteration"
     return run_dir
 
 
