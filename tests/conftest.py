@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # for runs this small, and their processes, threads cost more than they give
-os.environ["MPLBACKEND"] = "module://nowhere"  # as in a notebook
+os.environ["MPLBACKEND"] = "module://nowhere"  # a notebook has such a one; report.py must not need it
 signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs and nohup ignore these two,
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so would what tests start
 

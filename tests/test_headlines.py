@@ -58,8 +58,8 @@ def test_seeds(machine, seeds, tmp_path):
         span = tuple(map(int, block.split("–")))
         ours = [means([x for x in RUNS if f"{name}_{machine}_bigfish" in x], *span) for name in ("n8", "ppo")]
         assert cells == [*ours, published("bigfish", *span) if span[1] % 16 == 0 else []]
-    flags = f"--thresholds 3 5 --reps 2 --out {tmp_path}".split()
-    report.main(tyro.cli(report.Args, args=[*map(str, RESULTS.glob(f"*_{machine}_bigfish_{seeds}")), *flags]))
+    runs, flags = RESULTS.glob(f"*_{machine}_bigfish_{seeds}"), "--thresholds 3 5 --reps 2 --out"
+    report.main(tyro.cli(report.Args, args=[*map(str, runs), *flags.split(), str(tmp_path)]))
     returns, differences, steps, *_ = re.findall(r"(?ms)^\| game.*?\n\n", (tmp_path / "report.md").read_text())
     assert returns in TEXT and differences in TEXT and steps in TEXT
 
