@@ -6,7 +6,6 @@ To learn PPO, read sections 2 to 4 and stop. Much is as in ppg_procgen.py. With 
 gather(x) is x, and average_grads does nothing. S: entropy, M: samples, A: actions.
 Departures from openai/train-procgen: torch's Adam and pooling; rewards are normalized over all
 ranks.
-Faster: --cuda-graphs, --compile.
 """
 
 # /// script
@@ -20,16 +19,17 @@ Faster: --cuda-graphs, --compile.
 # ]
 # ///
 
-import contextlib
 import csv
 import ctypes
 import gc
+import io
 import json
 import math
 import os
 import shutil
 import sys
 import time
+import zlib
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
@@ -69,15 +69,13 @@ class Args:
     checkpoint_interval: int = 4  # iterations between checkpoints
     eval_interval: int = 0  # iterations between evaluations, on unseen levels if any; 0: none
     cuda: bool = True  # use the GPU if there is one
-    track: bool = False  # also log to Weights & Biases
-    wandb_project_name: str = "ppg-procgen"  # W&B project
-    wandb_entity: str | None = None  # W&B team
+    track: bool = False  # also log to Weights & Biases; where: WANDB_PROJECT, WANDB_ENTITY
     # environments
     distribution_mode: Literal["easy", "hard"] = "easy"  # difficulty
     num_levels: int = 0  # training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: environments of each rank
-    env_threads: int = -1  # Procgen's threads; -1: by cores
+    env_threads: int = 16  # Procgen's threads; more than cores are faster than as many
     # optimization
     num_steps: int = 256  # T: steps of an environment in a rollout
     learning_rate: float = 5e-4  # Adam's learning rate
@@ -140,8 +138,20 @@ class ImpalaCNN(nn.Module):
         return self.dense(x).relu()
 
 
+class Policy(Categorical):
+    """pi(.|o), from logits (M, A). Categorical's own validation and sampling wait for the GPU."""
+
+    def __init__(self, logits: Tensor):
+        super().__init__(logits=logits, validate_args=False)
+
+    def sample(self, generator=None):
+        """Actions (M,) by the Gumbel-max trick: -log(Exp(1)) is Gumbel noise."""
+        gumbel = -torch.empty_like(self.logits).exponential_(generator=generator).log()
+        return (self.logits + gumbel).argmax(-1)
+
+
 class Outputs(NamedTuple):
-    logits: Tensor  # (M, A)
+    pi: Policy  # of M observations
     values: Tensor  # (M,)
 
 
@@ -164,42 +174,40 @@ class Agent(nn.Module):
     def forward(self, obs: Tensor) -> Outputs:
         """obs: (M, height, width, channels)."""
         features = self.encoder(obs)
-        return Outputs(self.policy_head(features), self.value_head(features).squeeze(-1))
-
-
-class Policy(Categorical):
-    """pi(.|o) at M observations, from logits (M, A). It never waits for the GPU."""
-
-    def __init__(self, logits: Tensor):
-        super().__init__(logits=logits, validate_args=False)
-
-    def sample(self, generator=None):
-        """Actions (M,) by the Gumbel-max trick: -log(Exp(1)) is Gumbel noise."""
-        gumbel = -torch.empty_like(self.logits).exponential_(generator=generator).log()
-        return (self.logits + gumbel).argmax(-1)
+        values = self.value_head(features).squeeze(-1)
+        return Outputs(pi=Policy(self.policy_head(features)), values=values)
 
 
 # ---- 3 Estimates, losses, gradient step ----
+def running_sums(rewards, firsts, last, gamma=1.0):
+    """R_t = r_t + gamma (1 - first_t) R_{t-1}, (T, N), after R_{-1} = last. Also the new last."""
+    sums = []
+    for reward, first in zip(rewards, firsts[:-1], strict=True):
+        last = reward + gamma * (1 - first) * last
+        sums.append(last)
+    return torch.stack(sums), last
+
+
 class RewardNormalizer:
     """Divides rewards by the standard deviation, in all steps so far, of discounted sums of past
-    rewards, R_t = r_t + gamma (1 - first_t) R_{t-1}. Clips to [-10, 10]. As in baselines, it goes
-    step by step: the first rewards count for more."""
+    rewards. Clips to [-10, 10]. As in baselines, it goes step by step: first rewards count more."""
 
     def __init__(self, args):
         self.gamma = args.reward_gamma
-        self.returns = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
-        self.number = 1e-4  # of R_t so far, with a weak prior of variance 1
+        self.last = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)
+        self.number = 1e-4  # of sums so far, with a weak prior of variance 1
         self.total = 0.0
         self.squares = 1e-4
 
     def __call__(self, raw_rewards, firsts):
         """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
+        all_rewards = gather(raw_rewards)  # of all ranks
+        sums, self.last = running_sums(all_rewards, gather(firsts), self.last, self.gamma)
         deviations = []
-        for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
-            self.returns = reward + self.gamma * (1 - first) * self.returns
-            self.number += len(self.returns)
-            self.total += self.returns.sum()
-            self.squares += self.returns.square().sum()
+        for step_sums in sums:
+            self.number += len(step_sums)
+            self.total += step_sums.sum()
+            self.squares += step_sums.square().sum()
             variance = self.squares / self.number - (self.total / self.number) ** 2
             deviations.append((variance + 1e-8).sqrt())
         deviations = torch.stack(deviations).to(raw_rewards).unsqueeze(1)  # (T, 1)
@@ -219,72 +227,66 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
     return advantages
 
 
-# A loss takes the agent's outputs for a chunk of a minibatch, and the chunk: tensors (M, ...):
-# obs, actions, logprobs, values, advantages, targets. It returns (loss, statistics to log), both
-# means over samples, as gradient_step averages over chunks.
-def ppo_loss(args: Args, out: Outputs, chunk: dict):
-    """-L_clip - c S[pi] + vf_coef * value loss, L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
+# A loss takes the agent, its outputs for a minibatch, and the minibatch itself, tensors (M, ...):
+#     obs, actions, logprobs, values, advantages (normalized), targets
+# It returns (loss, statistics to log), all of them means over samples.
+def policy_loss(agent: Agent, args: Args, out: Outputs, mb: dict):
+    """-L_clip - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
-    pi = Policy(out.logits)
-    logratio = pi.log_prob(chunk["actions"]) - chunk["logprobs"]
+    logratio = out.pi.log_prob(mb["actions"]) - mb["logprobs"]
     ratio = logratio.exp()
     epsilon = args.clip_coef or math.inf
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon)
-    pg_loss = -torch.min(ratio * chunk["advantages"], clipped_ratio * chunk["advantages"]).mean()
-    entropy = pi.entropy().mean()
-
-    squared_errors = (out.values - chunk["targets"]).square()
-    if args.clip_vloss:
-        change = (out.values - chunk["values"]).clamp(-epsilon, epsilon)
-        clipped_values = chunk["values"] + change
-        squared_errors = torch.max(squared_errors, (clipped_values - chunk["targets"]).square())
-    v_loss = 0.5 * squared_errors.mean()
-
-    stats = {"policy_loss": pg_loss, "entropy": entropy, "value_loss": v_loss}
+    pg_loss = -torch.min(ratio * mb["advantages"], clipped_ratio * mb["advantages"]).mean()
+    entropy = out.pi.entropy().mean()
+    stats = {"policy_loss": pg_loss, "entropy": entropy}
     stats["approx_kl"] = (ratio - 1 - logratio).mean()  # k3 of joschu.net/blog/kl-approx.html
     stats["approx_kl_k2"] = 0.5 * logratio.square().mean()  # baselines' approxkl
     stats["clipfrac"] = (clipped_ratio != ratio).float().mean()
-    return pg_loss - args.ent_coef * entropy + args.vf_coef * v_loss, stats
+    return pg_loss - args.ent_coef * entropy, stats
+
+
+def value_loss(agent: Agent, args: Args, out: Outputs, mb: dict):
+    """Half the squared error of values. Clipped: the greater of two, of the values and of values
+    that differ from those of the rollout by epsilon at most."""
+    assert out.values.shape == mb["targets"].shape
+    errors = (out.values - mb["targets"]).square()
+    if args.clip_vloss:
+        epsilon = args.clip_coef or math.inf
+        change = (out.values - mb["values"]).clamp(-epsilon, epsilon)
+        clipped_errors = (mb["values"] + change - mb["targets"]).square()
+        errors = torch.max(errors, clipped_errors)
+    v_loss = 0.5 * errors.mean()
+    return args.vf_coef * v_loss, {"value_loss": v_loss}
 
 
 @torch.no_grad()
 def act(agent, obs):
     """One step of the policy. train stores all that it returns, each (N, ...)."""
     out = agent(obs)
-    pi = Policy(out.logits)
-    actions = pi.sample()
-    return {"actions": actions, "logprobs": pi.log_prob(actions), "values": out.values}
-
-
-def chunks(minibatch, size):
-    """Chunks of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
-    mb_size = len(minibatch["obs"])
-    for start in range(0, mb_size, size):
-        part = slice(start, start + size)
-        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
-        yield chunk, len(chunk["obs"]) / mb_size
+    actions = out.pi.sample()
+    return {"actions": actions, "logprobs": out.pi.log_prob(actions), "values": out.values}
 
 
 def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
-    """One optimizer step on the sum of the losses, averaged over the minibatches of all ranks.
-    Returns the losses' statistics. It accumulates gradients over chunks to save memory."""
+    """One optimizer step on the sum of the losses of a minibatch, (M, ...), averaged over ranks.
+    Returns the losses' statistics."""
     optimizer.zero_grad()
     stats = {}
-    for chunk, share in chunks(minibatch, args.chunk_size):
-        out = agent(chunk["obs"])
-        total_loss, chunk_stats = 0.0, {}
+    # Chunks save memory: gradients add up. By default, a minibatch has two.
+    for mb, share in chunks(minibatch, args.chunk_size):
+        out = agent(mb["obs"])
+        total_loss = 0.0
         for loss_fn in losses:
-            loss, loss_stats = loss_fn(args, out, chunk)
+            loss, loss_stats = loss_fn(agent, args, out, mb)
             total_loss = total_loss + loss
-            chunk_stats = dict(**chunk_stats, **loss_stats)  # fails if two share a name
+            add_stats(stats, loss_stats, share)
         (share * total_loss).backward()
-        for name, x in chunk_stats.items():
-            stats[name] = stats.get(name, 0.0) + share * x.detach()
         del out  # and its activations
     average_grads(agent)  # over ranks
-    norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
+    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
-    return stats | {"grad_norm": norm}
+    return {name: total for name, (_, total, _) in stats.items()} | {"grad_norm": grad_norm}
 
 
 def make_optimizer(agent, lr):
@@ -296,10 +298,11 @@ def train(args: Args, run: "Run", act, gradient_step):
     """PPO. act, gradient_step: the functions above, or CUDA graphs of them."""
     T, N = args.num_steps, args.num_envs
     device = torch.device(args.device)
-    torch.manual_seed(args.seed)  # all ranks make the same networks
-    envs = make_envs(args, args.seed * NUM_RANKS + RANK, args.start_level, args.num_levels)
-    first_obs = torch.from_numpy(envs.reset()[0])
+    envs, first_obs = make_train_envs(args)
+    seed_everything(args.seed)  # all ranks make the same network
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
+    if args.compile:
+        compile_encoders(agent)
     optimizer = make_optimizer(agent, args.learning_rate)
     episodes = EpisodeStatistics(args)
     reward_normalizer = RewardNormalizer(args)
@@ -307,24 +310,18 @@ def train(args: Args, run: "Run", act, gradient_step):
     # Storage has time first. The next rollout begins with row T of obs and firsts.
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
-    firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode
+    firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode; environments reset themselves
     raw_rewards = torch.empty((T, N))
 
-    # Checkpoints save what changes between iterations. A resumed run gets it here.
-    run.keep(agent=agent, episodes=episodes, reward_normalizer=reward_normalizer)
-    run.keep(optimizer=optimizer)
-    run.keep(per_rank=True, envs=envs, next_obs=obs[T], firsts=firsts)
-    if run.iteration == 0:
-        run.save(0)  # what cannot be saved fails now
-    if args.compile:
-        compile_encoders(agent)
+    # What changes from iteration to iteration: a resumed run gets it back here.
+    shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
+    optimizers = {"optimizer": optimizer}
+    per_rank = {"envs": envs, "next_obs": obs[T], "firsts": firsts}
+    run.keep(shared | optimizers, per_rank)
 
+    # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        torch.manual_seed(hash((args.seed, RANK, iteration)) % 2**32)  # a resumed run draws alike
-        row = {"iteration": iteration, "global_step": iteration * NUM_RANKS * N * T}
-        lr_fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
-        set_learning_rates([optimizer], lr_fraction)
-        row["charts/learning_rate"] = optimizer.param_groups[0]["lr"].item()
+        row = begin_iteration(args, iteration, optimizers)  # seeds, learning rates
 
         # ==== Rollouts under pi ====
         obs[0] = obs[T]
@@ -338,7 +335,7 @@ def train(args: Args, run: "Run", act, gradient_step):
             raw_rewards[t] = torch.from_numpy(rewards)
             firsts[t + 1] = torch.from_numpy(terminated | truncated)  # a time limit is an end
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
-        rollout["obs"] = obs[:T]
+        rollout["obs"] = obs[:T]  # a view, which the next rollout overwrites
         row.update(episodes.update(raw_rewards, firsts))
 
         # ==== Value targets V_targ ====
@@ -348,6 +345,7 @@ def train(args: Args, run: "Run", act, gradient_step):
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
+        # Adv = V_targ - V
         row["losses/explained_variance"] = 1 - gather(advantages).var() / gather(targets).var()
         rollout["advantages"] = advantages.to(device)
         rollout["targets"] = targets.to(device)
@@ -361,8 +359,9 @@ def train(args: Args, run: "Run", act, gradient_step):
                 mb = {name: x[mb_inds] for name, x in batch.items()}
                 std, mean = torch.std_mean(mb["advantages"], correction=0)
                 mb["advantages"] = (mb["advantages"] - mean) / (std + 1e-8)
-                losses = (ppo_loss,)
-                add_stats(stats, gradient_step(agent, args, optimizer, losses, **mb))
+                losses = (policy_loss, value_loss)
+                step_stats = gradient_step(agent, args, optimizer, losses, **mb)
+                add_stats(stats, step_stats)
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Evaluate, log, save ====
@@ -390,7 +389,9 @@ class ProcgenVectorEnv:
         self.state_dict = self.games.get_state
         self.load_state_dict = self.games.set_state
 
-    def reset(self):
+    def reset(self, seed=None):
+        if not self.games.observe()[2].all():  # some episodes have begun: end them
+            self.games.act(np.full(self.num_envs, -1, np.int32))
         return self.games.observe()[1]["rgb"], {}
 
     def step(self, actions):
@@ -400,41 +401,46 @@ class ProcgenVectorEnv:
 
 
 def make_envs(args, seed, start_level, num_levels, **options):
-    threads = args.env_threads
-    if threads < 0:
-        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-        cores //= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        threads = 0 if cores <= 2 else min(12, cores * 3 // 4)
     options |= {"rand_seed": seed, "start_level": start_level, "num_levels": num_levels}
-    options |= {"distribution_mode": args.distribution_mode, "num_threads": threads}
+    options |= {"distribution_mode": args.distribution_mode, "num_threads": args.env_threads}
     if sys.version_info < (3, 13):
         return ProcgenVectorEnv(args.num_envs, args.env_id, **options)
     from procgen_gym.env import ProcgenVecEnv  # it has gymnasium's interface
 
-    envs = ProcgenVecEnv(args.num_envs, args.env_id, **options)
-    envs.state_dict = envs.get_state
-    envs.load_state_dict = envs.set_state
-    return envs
+    class Envs(ProcgenVecEnv):
+        state_dict = ProcgenVecEnv.get_state
+        load_state_dict = ProcgenVecEnv.set_state
+
+        def reset(self, seed=None):  # as above
+            if not self._clib.observe()[0].all():
+                self.step(np.full(self.num_envs, -1))
+            return super().reset()
+
+    return Envs(args.num_envs, args.env_id, **options)
 
 
 class EpisodeStatistics:
     """Raw returns and lengths of all ranks' episodes, across rollouts."""
 
     def __init__(self, args):
-        self.totals = torch.zeros((2, NUM_RANKS * args.num_envs), dtype=torch.float64)
+        self.last = torch.zeros((2, NUM_RANKS * args.num_envs), dtype=torch.float64)
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
     def update(self, raw_rewards, firsts):
-        firsts = gather(firsts)
-        finished = []
-        for t, rewards in enumerate(gather(raw_rewards)):
-            self.totals *= 1 - firsts[t]
-            self.totals += torch.stack([rewards, torch.ones_like(rewards)])
-            finished.append(self.totals[:, firsts[t + 1] > 0])
-        returns, lengths = torch.cat(finished, 1)
+        rewards, firsts = gather(raw_rewards), gather(firsts)
+        steps = torch.stack([rewards, torch.ones_like(rewards)], 1)  # (T, 2, N)
+        sums, self.last = running_sums(steps, firsts, self.last)
+        returns, lengths = sums.transpose(1, 2)[firsts[1:] > 0].T  # at episodes' ends
         self.last_returns = torch.cat([self.last_returns, returns])[-100:]
         row = {"charts/episodic_return": returns.mean(), "charts/episodic_length": lengths.mean()}
         return row | {"charts/mean_return_100": self.last_returns.nanmean()}
+
+
+def make_train_envs(args):
+    seed = args.seed * NUM_RANKS + RANK  # no two ranks or seeds share an environment's seed
+    envs = make_envs(args, seed, args.start_level, args.num_levels)
+    obs, _ = envs.reset(seed=seed * args.num_envs)  # in gymnasium, environment i adds i
+    return envs, torch.from_numpy(obs)
 
 
 def make_eval_envs(args):
@@ -448,9 +454,9 @@ def evaluate(agent, envs, seed):
     generator = torch.Generator(device).manual_seed(seed)
     returns = np.zeros(envs.num_envs)
     playing = np.ones(envs.num_envs, bool)
-    obs, _ = envs.reset()
+    obs, _ = envs.reset(seed=seed)
     while playing.any():
-        pi = Policy(agent(torch.from_numpy(obs).to(device)).logits)
+        pi = agent(torch.from_numpy(obs).to(device)).pi
         obs, rewards, terminated, truncated, _ = envs.step(pi.sample(generator).cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
@@ -508,12 +514,31 @@ class CudaGraphs:
         return {name: x.clone() for name, x in outputs.items()}  # the next replay overwrites them
 
 
-def set_learning_rates(optimizers, fraction):
-    for optimizer in optimizers:
+def chunks(minibatch, size):
+    """Chunks of a minibatch, with their shares of its samples. 0-dim tensors stay whole."""
+    mb_size = len(minibatch["obs"])
+    for start in range(0, mb_size, size):
+        part = slice(start, start + size)
+        chunk = {name: x[part] if x.dim() > 0 else x for name, x in minibatch.items()}
+        yield chunk, len(chunk["obs"]) / mb_size
+
+
+def seed_everything(seed):
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def begin_iteration(args, iteration, optimizers):
+    """Seeds, with which a resumed run draws alike, and learning rates. Returns the row to log."""
+    seed_everything(hash((args.seed, RANK, iteration)) % 2**32)  # ranks draw differently
+    fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
+    for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = torch.as_tensor(group["lr"], device=group["params"][0].device)
             group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
+    row = {"iteration": iteration, "charts/learning_rate": fraction * args.learning_rate}
+    return row | {"global_step": iteration * NUM_RANKS * args.num_envs * args.num_steps}
 
 
 def all_ranks(x):
@@ -536,11 +561,11 @@ def average_grads(agent):
             x.copy_(part.view_as(x) / NUM_RANKS)
 
 
-def add_stats(stats, step):
-    """Number, sum and first value by name. (A list of small tensors would fragment memory.)"""
-    for name, x in step.items():
+def add_stats(stats, more, weight=1):
+    """Weight, weighted sum and first value by name. (Lists of small tensors fragment memory.)"""
+    for name, x in more.items():
         number, total, first = stats.get(name, (0, 0.0, x))
-        stats[name] = number + 1, total + x, first
+        stats[name] = number + weight, total + weight * x.detach(), first
 
 
 def mean_stats(stats, prefix: str):
@@ -558,38 +583,31 @@ class Run:
     def __init__(self, args):
         self.args = args
         self.folder = Path(args.run_dir)
-        self.shared = {}
-        self.own = {}
-        self.saved = {"iteration": 0}
+        self.saved = {"iteration": 0, "rows": []}
         if (self.folder / "checkpoint.pt").exists():
             self.saved = torch.load(self.folder / "checkpoint.pt", "cpu", weights_only=True)
         self.iteration = self.saved["iteration"]
-        self.metrics = self.folder / "metrics.csv"
-        rows = list(csv.DictReader(self.metrics.open())) if self.metrics.exists() else []
-        spent = max((float(row["wall_time"] or 0) for row in rows), default=0)
-        self.start = time.monotonic() - spent
-        self.rows = rows[: self.iteration]
+        self.rows = self.saved["rows"]
+        self.start = time.monotonic() - (self.rows[-1]["wall_time"] if self.rows else 0)
         self.columns = []
         if RANK == 0 and args.track:
             import wandb
 
-            where = {"project": args.wandb_project_name, "entity": args.wandb_entity}
-            where |= {"name": self.folder.name, "dir": args.run_dir, "resume": "auto"}
+            where = {"name": self.folder.name, "dir": args.run_dir, "resume": "auto"}
             wandb.init(**where, config=asdict(args), sync_tensorboard=True)
         if RANK == 0:
-            step = int(self.rows[-1]["global_step"]) if self.rows else 0
-            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step + 1)
+            step = self.rows[-1]["global_step"] + 1 if self.rows else 0
+            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step)
 
-    def keep(self, per_rank=False, **objects):
-        """Save objects in checkpoints; in a resumed run, restore them. Tensors change in place.
-        Others have a state_dict, or their attributes are their state. per_rank: each its own."""
-        kept = self.own if per_rank else self.shared
-        assert not kept.keys() & objects.keys(), "a name is kept already"
-        kept.update(objects)
-        if self.iteration > 0:
-            saved = self.saved["ranks"][RANK] if per_rank else self.saved["shared"]
-            for name, x in objects.items():
-                set_state(x, saved.pop(name))
+    def keep(self, shared, per_rank):
+        """What checkpoints save and a resumed run gets back: tensors, or objects, by name."""
+        self.shared = shared
+        self.per_rank = per_rank
+        if self.iteration == 0:
+            return self.save(0)  # what cannot be saved fails now
+        saved = self.saved["shared"] | self.saved["ranks"][RANK]
+        for name, x in (shared | per_rank).items():
+            set_state(x, saved[name])
 
     def log(self, row):
         """row: numbers by name. A gradient that is not finite ends the run."""
@@ -603,45 +621,48 @@ class Run:
     def write(self, row):
         self.rows.append(row)
         is_new = not row.keys() <= set(self.columns)  # a column: write the table anew
-        self.columns = list(dict.fromkeys(name for x in self.rows for name in x))
-        path = self.folder / "tmp" if is_new else self.metrics
+        if is_new:
+            self.columns = list(dict.fromkeys(name for x in self.rows for name in x))
+        path = self.folder / ("tmp" if is_new else "metrics.csv")
         with open(path, "w" if is_new else "a") as file:
             table = csv.DictWriter(file, self.columns, lineterminator="\n")
             if is_new:
                 table.writeheader()
             table.writerows(self.rows if is_new else [row])
-        os.replace(path, self.metrics)
+        os.replace(path, self.folder / "metrics.csv")
         for name, x in row.items():
             self.tensorboard.add_scalar(name, x, row["global_step"])
         self.tensorboard.flush()
-        share = row["iteration"] / self.args.num_iterations
-        progress = f"return {row['charts/mean_return_100']:.2f}, {share:.1%}"
-        print(f"step {row['global_step']:,}: {progress}, SPS {row['charts/SPS']:.0f}", flush=True)
+        progress = f"return {row['charts/mean_return_100']:.2f}, SPS {row['charts/SPS']:.0f}"
+        print(f"step {row['global_step']:,}: {progress}", flush=True)
 
     def save(self, iteration):
-        ranks = all_ranks({name: get_state(x) for name, x in self.own.items()})
-        sums = all_ranks(sum(x.abs().sum().item() for x in self.shared["agent"].parameters()))
-        assert max(sums) - min(sums) <= 1e-6 * max(sums), f"ranks have different weights: {sums}"
+        ranks = all_ranks({name: get_state(x) for name, x in self.per_rank.items()})
+        shared = {name: get_state(x) for name, x in self.shared.items()}
+        for name, x in shared.items():
+            torch.save(x, file := io.BytesIO())
+            is_same = len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1
+            require(is_same, f"{name} differs between ranks: average it, or keep it per_rank")
         if RANK > 0:
             return
-        shared = {name: get_state(x) for name, x in self.shared.items()}
-        weights = {name: x.cpu().contiguous() for name, x in shared["agent"].items()}
-        state = {"iteration": iteration, "shared": shared, "ranks": ranks}
+        weights = {name: x.contiguous() for name, x in shared["agent"].items()}
+        state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
         for name, content in {"agent.pt": weights, "checkpoint.pt": state}.items():
             torch.save(content, self.folder / "tmp")
-            torch.load(self.folder / "tmp", weights_only=True)  # else only --resume would fail
             os.replace(self.folder / "tmp", self.folder / name)
 
 
 def get_state(x):
+    """A copy on the CPU. What cannot be loaded fails now, not in --resume."""
     if isinstance(x, Tensor):
         return x.cpu().clone()
-    return x.state_dict() if hasattr(x, "state_dict") else vars(x)
+    state = x.state_dict() if hasattr(x, "state_dict") else vars(x)
+    torch.save(state, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, "cpu", weights_only=True)
 
 
 def set_state(x, state):
-    if isinstance(x, torch.optim.Optimizer):  # lr is on this device
-        state["param_groups"] = x.state_dict()["param_groups"]
     if isinstance(x, Tensor):
         x.copy_(state)
     elif hasattr(x, "load_state_dict"):
@@ -659,16 +680,12 @@ def require(condition, message):
 def check(args):
     require(args.run_dir, "run_dir is empty: parse_args sets it, also to resume")
     require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
-    for name in ("env_id", "distribution_mode"):
-        choices = get_args(Args.__annotations__[name])
-        require(not choices or getattr(args, name) in choices, f"{name} must be one of {choices}")
+    require(args.env_id in get_args(Game), f"env_id must be one of {get_args(Game)}")
     counts = "num_envs num_steps num_minibatches update_epochs chunk_size checkpoint_interval"
     for name in counts.split():
         require(getattr(args, name) > 0, f"{name} must be at least 1")
     require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, f"seeds: 0 to {NUM_LEVELS // NUM_RANKS - 1}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
-    end = args.start_level + args.num_levels
-    require(0 <= args.start_level <= end < NUM_LEVELS, f"training levels: 0 to {NUM_LEVELS - 2}")
     samples = args.num_envs * args.num_steps
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
@@ -690,10 +707,8 @@ def parse_args():
     require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
     default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
     args = tyro.cli(Args, default=default)
-    if args.device == "cpu":  # begun on a GPU, perhaps
-        args = replace(args, compile=False, cuda_graphs=False)
-    may_change = {"cuda", "compile", "cuda_graphs", "env_threads", "chunk_size", "eval_interval"}
-    may_change |= {"checkpoint_interval", "track", "wandb_project_name", "wandb_entity"}
+    may_change = "cuda compile cuda_graphs env_threads chunk_size eval_interval track"
+    may_change = {*may_change.split(), "checkpoint_interval"}
     changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - may_change
     require(not changed, f"these settings cannot change: {', '.join(sorted(changed))}")
     return args
@@ -706,10 +721,9 @@ def main(args):
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
     folder = Path(args.run_dir)
-    lock = FileLock(folder / "lock", timeout=0) if RANK == 0 else contextlib.nullcontext()
-    with lock:  # if no other process has it
+    with FileLock(folder / f"lock{RANK}", timeout=0):  # if no other process has it
         if RANK == 0 and args.resume is None:
-            require({x.name for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
+            require({x.name[:4] for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
             about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
             shutil.copy(__file__, folder)
             (folder / "args.json").write_text(json.dumps(about, indent=2))
@@ -725,8 +739,6 @@ def main(args):
             train(args, run, act, gradient_step)
         if NUM_RANKS > 1:
             dist.destroy_process_group()  # after train's CUDA graphs, for which NCCL waits
-        if RANK == 0 and args.track:
-            sys.modules["wandb"].finish()
     print(f"{folder} is finished")
 
 

@@ -86,13 +86,15 @@ class LevelEnvs:
 
     def __init__(self, script, config, levels: list[int], **options):
         config = replace(config, num_envs=1)
+        self.levels = levels
         self.envs = [script.make_envs(config, level, level, 1, **options) for level in levels]
         self.num_envs = len(levels)
         self.ends = []
         self.video = None
 
-    def reset(self):
-        return np.concatenate([env.reset()[0] for env in self.envs]), {}
+    def reset(self, seed=None):
+        pairs = zip(self.envs, self.levels, strict=True)
+        return np.concatenate([env.reset(seed=level)[0] for env, level in pairs]), {}
 
     def step(self, actions):
         results = [env.step(actions[[i]])[:4] for i, env in enumerate(self.envs)]

@@ -28,7 +28,8 @@ import ppo_procgen  # noqa: E402
 gc.disable()  # gym3 waits for ever where old games are collected while new ones are made
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-TINY = {"env_id": "chaser", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 256, "cuda": False}
+TINY = {"env_id": "chaser", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 256}
+TINY |= {"cuda": False, "env_threads": 0}
 TINY_PPG = TINY | {"n_iteration": 2, "num_aux_rollouts": 2, "e_auxiliary": 1}
 # for what starts the real command line: the real network at its cheapest, two phases in a fifth of a second
 CHEAP_PPG = TINY_PPG | {"num_envs": 2, "num_steps": 8, "total_timesteps": 64, "arch": "detach"}

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import make_agent, make_args, train
+from conftest import ROOT, make_agent, make_args, train
 
 import ppg_procgen
 import ppo_procgen
@@ -79,31 +79,35 @@ def test_episode_statistics_count_all_episodes_across_rollouts():
     assert all(math.isnan(x) for x in none.update(torch.ones((3, N)), torch.zeros((4, N))).values())
 
 
-def make_chunk(M=40, A=5):
-    """Outputs of the present networks, and a chunk of what others gave."""
+def make_minibatch(M=40, A=5):
+    """What the present networks give (logits, auxiliary values, values), and what others gave."""
     torch.set_default_dtype(torch.float64)
     logits, values, aux_values = (torch.randn(shape, requires_grad=True) for shape in ((M, A), (M,), (M,)))
     old_logits = (logits + 0.3 * torch.randn(M, A)).detach()
-    chunk = {"old_logits": old_logits, "actions": torch.randint(A, (M,)), "advantages": torch.randn(M)}
-    chunk["logprobs"] = old_logits.log_softmax(-1)[torch.arange(M), chunk["actions"]]
-    chunk |= {"targets": torch.randn(M), "values": values.detach() + 0.3 * torch.randn(M)}
+    mb = {"old_logits": old_logits, "actions": torch.randint(A, (M,)), "advantages": torch.randn(M)}
+    mb["logprobs"] = old_logits.log_softmax(-1)[torch.arange(M), mb["actions"]]
+    mb |= {"targets": torch.randn(M), "values": values.detach() + 0.3 * torch.randn(M)}
     torch.set_default_dtype(torch.float32)
-    return ppg_procgen.Outputs(logits, aux_values, values), chunk
+    return (logits, aux_values, values), mb
 
 
-def check_loss(loss_fn, args, out, chunk, expected, expected_stats):
-    """The loss, its statistics, and its gradient with respect to the outputs."""
-    loss, stats = loss_fn(args, out, chunk)
+def as_outputs(logits, aux_values, values):
+    return ppg_procgen.Outputs(ppg_procgen.Policy(logits), aux_values, values)
+
+
+def check_loss(loss_fn, args, tensors, mb, expected, expected_stats):
+    """The loss, its statistics, and its gradient with respect to logits and values."""
+    loss, stats = loss_fn(None, args, as_outputs(*tensors), mb)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(stats, expected_stats, check_dtype=False)
-    gradients = [torch.autograd.grad(x, out, materialize_grads=True) for x in (loss, expected)]
+    gradients = [torch.autograd.grad(x, tensors, materialize_grads=True, retain_graph=True) for x in (loss, expected)]
     torch.testing.assert_close(*gradients)
 
 
-def define_policy_loss(args, out, chunk):
+def define_policy_loss(args, logits, mb):
     """The loss of the policy by its definition, and the statistics."""
-    probs, epsilon, advantages = out.logits.softmax(-1), args.clip_coef, chunk["advantages"]
-    ratio = probs[torch.arange(len(probs)), chunk["actions"]] / chunk["logprobs"].exp()
+    probs, epsilon, advantages = logits.softmax(-1), args.clip_coef, mb["advantages"]
+    ratio = probs[torch.arange(len(probs)), mb["actions"]] / mb["logprobs"].exp()
     objective, clipped = ratio * advantages, (ratio - 1).abs() > epsilon
     if epsilon > 0:
         objective = torch.where(ratio > 1 + epsilon, (1 + epsilon) * advantages, objective).minimum(objective)
@@ -120,41 +124,53 @@ SETTINGS = [{}, {"clip_coef": 0.0, "kl_coef": 1.0}, {"clip_coef": 0.1, "kl_coef"
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_losses_of_the_policy_phase_and_their_gradients(setting):
-    args, (out, chunk) = ppg_procgen.Args(**setting), make_chunk()
-    check_loss(ppg_procgen.policy_loss, args, out, chunk, *define_policy_loss(args, out, chunk))
-    value_loss = ((out.values - chunk["targets"]) ** 2).mean() / 2
-    check_loss(ppg_procgen.value_loss, args, out, chunk, args.vf_coef * value_loss, {"value_loss": value_loss})
+    args, (tensors, mb) = ppg_procgen.Args(**setting), make_minibatch()
+    check_loss(ppg_procgen.policy_loss, args, tensors, mb, *define_policy_loss(args, tensors[0], mb))
+    value_loss = ((tensors[2] - mb["targets"]) ** 2).mean() / 2
+    check_loss(ppg_procgen.value_loss, args, tensors, mb, args.vf_coef * value_loss, {"value_loss": value_loss})
 
 
 @pytest.mark.parametrize("clip_vloss, clip_coef", [(False, 0.2), (True, 0.2), (True, 0.0)])
-def test_ppo_loss_and_its_gradient(clip_vloss, clip_coef):
+def test_losses_of_ppo_and_their_gradients(clip_vloss, clip_coef):
     args = ppo_procgen.Args(clip_vloss=clip_vloss, clip_coef=clip_coef, vf_coef=0.3)
-    out, chunk = make_chunk()
-    policy_loss, stats = define_policy_loss(args, out, chunk)
-    errors = (out.values - chunk["targets"]) ** 2
+    tensors, mb = make_minibatch()
+    logits, _, values = tensors
+    check_loss(ppo_procgen.policy_loss, args, tensors, mb, *define_policy_loss(args, logits, mb))
+    errors = (values - mb["targets"]) ** 2
     if clip_vloss and clip_coef > 0:
-        nearest = out.values.minimum(chunk["values"] + clip_coef).maximum(chunk["values"] - clip_coef)
-        errors = errors.maximum((nearest - chunk["targets"]) ** 2)
-    stats["value_loss"] = errors.mean() / 2
-    check_loss(ppo_procgen.ppo_loss, args, out, chunk, policy_loss + 0.3 * errors.mean() / 2, stats)
+        nearest = values.minimum(mb["values"] + clip_coef).maximum(mb["values"] - clip_coef)
+        errors = errors.maximum((nearest - mb["targets"]) ** 2)
+    value_loss = errors.mean() / 2
+    check_loss(ppo_procgen.value_loss, args, tensors, mb, 0.3 * value_loss, {"value_loss": value_loss})
+
+
+def test_the_loss_that_the_script_gives_as_an_example_is_that_of_ppo():
+    comment = (ROOT / "ppg_procgen.py").read_text().partition("#     def clipped_value_loss")[2]
+    lines = comment.partition("# Make a loss")[0].replace("\n#    ", "\n").strip()
+    exec(f"def clipped_value_loss{lines}", scope := {"torch": torch})
+    args, (tensors, mb) = ppo_procgen.Args(vf_coef=0.3), make_minibatch()
+    expected = ppo_procgen.value_loss(None, args, as_outputs(*tensors), mb)
+    check_loss(scope["clipped_value_loss"], args, tensors, mb, *expected)
 
 
 @pytest.mark.parametrize("beta_clone", [1.0, 0.3])
-def test_auxiliary_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone):
-    args, (out, chunk) = ppg_procgen.Args(beta_clone=beta_clone, vf_coef=0.3), make_chunk()
-    old_probs = chunk["old_logits"].softmax(-1)
-    kl = (old_probs * (old_probs / out.logits.softmax(-1)).log()).sum(-1).mean()
-    aux_error, error = (((x - chunk["targets"]) ** 2).mean() / 2 for x in (out.aux_values, out.values))
-    stats = {"kl_loss": kl, "aux_value_loss": aux_error, "real_value_loss": error}
-    check_loss(ppg_procgen.aux_loss, args, out, chunk, beta_clone * kl + aux_error + error, stats)
+def test_joint_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone):
+    args, (tensors, mb) = ppg_procgen.Args(beta_clone=beta_clone, vf_coef=0.3), make_minibatch()
+    logits, aux_values, _ = tensors
+    old_probs = mb["old_logits"].softmax(-1)
+    kl = (old_probs * (old_probs / logits.softmax(-1)).log()).sum(-1).mean()
+    error = ((aux_values - mb["targets"]) ** 2).mean() / 2
+    stats = {"kl_loss": kl, "aux_value_loss": error}
+    check_loss(ppg_procgen.joint_loss, args, tensors, mb, beta_clone * kl + error, stats)
 
 
 def test_values_of_another_shape_than_their_targets_are_refused():
     """They would broadcast to (M, M)."""
-    out, chunk = make_chunk()
-    for field, loss_fn in {"values": ppg_procgen.value_loss, "aux_values": ppg_procgen.aux_loss}.items():
+    tensors, mb = make_minibatch()
+    out = as_outputs(*tensors)
+    for field, loss_fn in {"values": ppg_procgen.value_loss, "aux_values": ppg_procgen.joint_loss}.items():
         with pytest.raises(AssertionError, match="targets"):
-            loss_fn(ppg_procgen.Args(), out._replace(**{field: torch.zeros(40, 1)}), chunk)
+            loss_fn(None, ppg_procgen.Args(), out._replace(**{field: torch.zeros(40, 1)}), mb)
 
 
 def test_actions_are_drawn_from_the_policy():
@@ -204,12 +220,15 @@ def test_which_loss_trains_which_parameters(arch):
         return {name.split(".")[0] for name, x in agent.named_parameters() if x.grad is not None and x.grad.any()}
 
     encoder = {"dual": {"value_encoder"}, "detach": set(), "shared": {"policy_encoder"}}[arch]
-    assert trained(agent(obs).logits) == {"policy_encoder", "policy_head"}
+    assert trained(agent(obs).pi.logits) == {"policy_encoder", "policy_head"}
     assert trained(agent(obs).aux_values) == {"policy_encoder", "aux_value_head"}
     assert trained(agent(obs).values) == {"value_head"} | encoder
 
 
-def update_once(chunk_size=10, stale_gradients=False, losses=(ppg_procgen.aux_loss,), **more):
+AUX_LOSSES = (ppg_procgen.joint_loss, ppg_procgen.value_loss)
+
+
+def update_once(chunk_size=10, stale_gradients=False, losses=AUX_LOSSES, **more):
     """Weights after an auxiliary update on 10 samples, and its statistics."""
     torch.manual_seed(0)
     args = ppg_procgen.Args(chunk_size=chunk_size, cuda=False)
@@ -230,17 +249,12 @@ def test_chunks_and_gradients_from_before_change_no_update(chunk_size):
 
 
 def test_a_coefficient_in_the_minibatch_reaches_losses_whole():
-    def scaled(args, out, chunk):
-        loss, stats = ppg_procgen.aux_loss(args, out, chunk)
-        return loss * chunk["coef"], stats
+    def scaled(agent, args, out, mb):
+        loss, stats = ppg_procgen.joint_loss(agent, args, out, mb)
+        return loss * mb["coef"], stats
 
-    with_coef = update_once(4, losses=(scaled,), coef=torch.tensor(1.0))
+    with_coef = update_once(4, losses=(scaled, ppg_procgen.value_loss), coef=torch.tensor(1.0))
     torch.testing.assert_close(with_coef, update_once(4), atol=1e-6, rtol=1e-6)
-
-
-def test_two_losses_with_one_name_of_a_statistic_are_refused():
-    with pytest.raises(TypeError, match="multiple values for keyword argument"):
-        update_once(losses=(ppg_procgen.aux_loss, ppg_procgen.aux_loss))
 
 
 def test_each_parameter_group_has_a_learning_rate_of_its_own(tmp_path, monkeypatch):

@@ -28,7 +28,7 @@ class make_envs:  # a level's number gives its length; rewards of 1, in hard mod
         self.single_observation_space = argparse.Namespace(shape=(64, 64, 3))
         self.single_action_space = argparse.Namespace(n=2)
 
-    def reset(self):
+    def reset(self, seed=None):
         self.time = 0
         return np.full((1, 64, 64, 3), 7, np.uint8), {}
 
@@ -44,7 +44,7 @@ class SimpleAgent(torch.nn.Linear):  # evaluate() asks for the device of its par
 
     def forward(self, obs):
         best = obs.flatten(1).long().sum(1) % 15
-        return SimpleNamespace(logits=100.0 * torch.nn.functional.one_hot(best, 15))
+        return SimpleNamespace(pi=ppg_procgen.Policy(100.0 * torch.nn.functional.one_hot(best, 15)))
 
 
 def test_short_episodes_count_no_more_than_long_ones(script):
@@ -56,7 +56,7 @@ def test_short_episodes_count_no_more_than_long_ones(script):
         return obs, np.ones(3), ends & [True, False, True], ends & [False, True, False], {}
 
     obs = np.zeros((3, 64, 64, 3), np.uint8)
-    envs = SimpleNamespace(num_envs=3, time=0, reset=lambda: (obs, {}), step=step)
+    envs = SimpleNamespace(num_envs=3, time=0, reset=lambda seed: (obs, {}), step=step)
     assert script.evaluate(SimpleAgent(1, 1), envs, 1).tolist() == [1, 2, 3]
 
 

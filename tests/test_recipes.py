@@ -65,7 +65,7 @@ def test_the_command(tmp_path):
     assert recipe(ENV, "-o", path) == f"recipe.py: {path} exists\n"
     assert '"Add magic"' in recipe("Add magic", "-o", tmp_path / "new.py")
     error = recipe(ENV, ENVPOOL, "-o", tmp_path / "new.py")
-    assert f'"{ENVPOOL}"' in error and "envs = make_envs(" in error
+    assert f'"{ENVPOOL}"' in error and "make_train_envs(" in error
 
 
 class Blink(gymnasium.Env):
@@ -98,7 +98,7 @@ def test_another_environment(tmp_path, monkeypatch, capsys):
     training, evaluation, resumed, evaluation_ = np.reshape(Blink.seeds, (4, 4)).tolist()
     assert evaluation == evaluation_
     args = make_args(module, tmp_path, **flags | {"eval_interval": 0})
-    run = SimpleNamespace(iteration=0, keep=lambda **_: None, log=print, save=print)
+    run = SimpleNamespace(iteration=0, keep=lambda *_: None, log=print, save=print)
     module.train(module.replace(args, seed=2), run, module.act, module.gradient_step)
     monkeypatch.setattr(module, "RANK", 1)
     module.train(args, run, module.act, module.gradient_step)
@@ -216,11 +216,14 @@ def test_add_an_intrinsic_reward(tmp_path):
 
 def test_losses_and_counts_of_updates(tmp_path):
     module = load(tmp_path, apply(STORE, CLEANRL, FEWER))
-    out = module.Outputs(torch.zeros(2, 3), torch.tensor([[1.0, 2, 3], [4, 5, 6]]), torch.ones(2))
-    chunk = {"targets": torch.tensor([2.0, 0]), "values": torch.zeros(2), "old_logits": torch.zeros(2, 3)}
-    chunk |= {"advantages": torch.tensor([0.0, 7]), "actions": torch.tensor([2, 0])}
-    assert module.value_loss(module.Args(), out, chunk)[0] == 0.25 * (1.8**2 + 1) / 2  # the first change is clipped
-    assert module.aux_loss(module.Args(), out, chunk)[1]["aux_value_loss"] == 0.5 * (3**2 + 3**2) / 2
+    pi, aux_values = module.Policy(torch.zeros(2, 3)), torch.tensor([[1.0, 2, 3], [4, 5, 6]])
+    out = module.Outputs(pi, aux_values, torch.ones(2))
+    mb = {"targets": torch.tensor([2.0, 0]), "values": torch.zeros(2), "old_logits": torch.zeros(2, 3)}
+    mb |= {"advantages": torch.tensor([0.0, 7]), "actions": torch.tensor([2, 0])}
+    inputs = None, module.Args(), out, mb
+    assert module.clipped_value_loss(*inputs)[0] == 0.25 * (1.8**2 + 1) / 2  # the first change is clipped
+    assert module.value_loss(*inputs)[0] == 0.5 * (1 + 1) / 2  # in the auxiliary phase
+    assert module.joint_loss(*inputs)[1]["aux_value_loss"] == 0.5 * (3**2 + 3**2) / 2
     calls = record(module, "mean_stats")
     train(module, tmp_path / "a")
     assert [stats["grad_norm"][0] for stats, _ in calls] == [2, 2, 2, 2, 4]  # the second of two auxiliary phases

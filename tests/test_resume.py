@@ -127,21 +127,12 @@ def test_a_finished_run_says_so_and_does_nothing(trained, capsys):
     assert {name: (trained() / name).read_bytes() for name in before} == before
 
 
-def test_wall_time_counts_what_a_kill_has_cost(tmp_path, monkeypatch):
-    clock = itertools.count()
-    monkeypatch.setattr(ppg_procgen.time, "monotonic", lambda: float(next(clock)))
-    run_dir = interrupt(ppg_procgen, make_args(ppg_procgen, tmp_path / "run", n_iteration=3), 2 * 16 + 5)
-    lost = float(read_rows(run_dir)[-1]["wall_time"])
-    rows = read_rows(resume(ppg_procgen, run_dir))
-    assert lost >= 2 and float(rows[0]["wall_time"]) > lost
-
-
 def test_rows_are_written_as_they_come_and_what_only_changes_the_speed_may_change(stopped, trained):
     """What an iteration after the checkpoint has logged is logged anew."""
     assert len((stopped / "metrics.csv").read_text().splitlines()) == 1 + 2
     with open(stopped / "metrics.csv", "a") as file:
         file.write("3,192,0.5")  # a line that a full disk cut off
-    assert same(resume(ppg_procgen, stopped, "--env-threads", 2, "--buffer-on-cpu"), trained())
+    assert same(resume(ppg_procgen, stopped, "--env-threads", 2, "--chunk-size", 999), trained())
     assert sorted(times := [float(row["wall_time"]) for row in read_rows(stopped)]) == times
 
 
@@ -163,14 +154,8 @@ def test_what_could_not_be_read_back_ends_the_run_before_it_begins(tmp_path, mon
     assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
-def test_two_objects_cannot_be_kept_under_one_name(tmp_path):
-    run, x = ppg_procgen.Run(ppg_procgen.Args(run_dir=str(tmp_path))), torch.zeros(1)
-    with pytest.raises(AssertionError, match="a name is kept already"):
-        run.keep(b=x, a=run.keep(a=x))
-
-
 def test_a_run_in_use_is_refused(stopped):
-    with FileLock(stopped / "lock"), pytest.raises(Timeout, match="could not be acquired"):
+    with FileLock(stopped / "lock0"), pytest.raises(Timeout, match="could not be acquired"):
         resume(ppg_procgen, stopped)
     resume(ppg_procgen, stopped)
 
@@ -178,7 +163,7 @@ def test_a_run_in_use_is_refused(stopped):
 def test_a_full_disk_stops_the_run_and_harms_nothing(tmp_path, trained, monkeypatch):
     def save(content, path, original=torch.save):
         original(content, path)
-        if next(calls) == 6:  # the checkpoint of the second phase
+        if isinstance(path, Path) and next(calls) == 6:  # the checkpoint of the second phase
             os.truncate(path, 1000)
             raise OSError("No space left on device")
 
@@ -190,10 +175,10 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(tmp_path, trained, monkeypa
     assert same(resume(ppg_procgen, run_dir), trained())
 
 
-@pytest.mark.parametrize("loss", ["policy_loss", "aux_loss"])
+@pytest.mark.parametrize("loss", ["policy_loss", "joint_loss"])
 def test_a_gradient_that_is_not_finite_ends_the_run_after_its_row(tmp_path, monkeypatch, capsys, loss):
-    def broken(args, out, chunk):
-        result, stats = original(args, out, chunk)
+    def broken(agent, args, out, mb):
+        result, stats = original(agent, args, out, mb)
         return result * (math.nan if next(calls) >= 4 else 1), stats  # from iteration 3, or the second phase, on
 
     calls, run_dir, original = itertools.count(), tmp_path / "run", getattr(ppg_procgen, loss)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 if "WARM_UP" in os.environ:  # load what a run imports late, and procgen's pictures, so that forks have them
     torch.optim.Adam([nn.Parameter(torch.zeros(1))], fused=True)
-    ppg_procgen.make_envs(ppg_procgen.Args(env_id="coinrun", num_envs=1), 0, 0, 0)
+    ppg_procgen.make_envs(ppg_procgen.Args(env_id="coinrun", num_envs=1, env_threads=0), 0, 0, 0)
 
 
 class SmallCNN(nn.Module):
@@ -46,7 +46,7 @@ class ScriptedGames:
     def __init__(self, num_envs: int, rank: int) -> None:
         self.numbers, self.t = rank * num_envs + np.arange(num_envs), 0
 
-    def reset(self) -> tuple[np.ndarray, dict]:
+    def reset(self, seed: int | None = None) -> tuple[np.ndarray, dict]:
         draws = [np.random.default_rng([number, self.t]) for number in self.numbers]
         self.obs = np.stack([draw.integers(256, size=(64, 64, 3), dtype=np.uint8) for draw in draws])
         return self.obs, {}

@@ -57,7 +57,7 @@ COLUMNS = {  # a column of our metrics.csv: what PPG and PPO log
     "losses/explained_variance": ("VFStats/EV", "misc/explained_variance"),
     "losses/aux/kl_loss": ("unscaled/pol_distance", None),
     "losses/aux/aux_value_loss": ("unscaled/vf_aux", None),
-    "losses/aux/real_value_loss": ("unscaled/vf_true", None),
+    "losses/aux/value_loss": ("unscaled/vf_true", None),
     "charts/mean_return_100": ("EpRewMean", "eprewmean"),
 }
 PPG_COLUMNS = {column: ppg for column, (ppg, _) in COLUMNS.items()}
