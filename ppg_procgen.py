@@ -324,8 +324,7 @@ def act(agent, obs):
 
 
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
-    """One optimizer step on the sum of the losses of a minibatch, (M, ...), averaged over ranks.
-    Returns the losses' statistics."""
+    """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
     optimizer.zero_grad()  # also what the other phase left
     stats = {}
     # Chunks save memory: gradients add up. By default, two in the policy phase, later one.
@@ -445,7 +444,7 @@ def train(args: Args, run: "Run", act, gradient_step):
             stats = {}
             for epoch in range(args.e_auxiliary):  # on L_joint + L_value
                 print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
-                # [PPG-6] Minibatches are full rollouts; drawn on the CPU, wherever B is
+                # [PPG-6] Full rollouts learn better than single samples. Drawn on the CPU.
                 rollout_inds = torch.randperm(args.n_iteration * N).to(buffer["obs"].device)
                 for inds in rollout_inds.view(-1, args.num_aux_rollouts):
                     mb = {k: x[:, inds].flatten(0, 1).to(device) for k, x in aux_batch.items()}
@@ -464,24 +463,24 @@ def train(args: Args, run: "Run", act, gradient_step):
 
 
 # ---- How to change it ----
-# A loss is a function f(agent, args, out, mb) in its phase's tuple. This one clips values as PPO2
-# does. Put it into value_losses: only the policy phase has the rollout's values.
+# A loss is a function f(agent, args, out, mb). Put it into the tuple of its phase. This one clips
+# values as PPO2 does; it belongs into value_losses, since only the policy phase has mb["values"].
 #     def clipped_value_loss(agent, args, out, mb):
 #         change = (out.values - mb["values"]).clamp(-args.clip_coef, args.clip_coef)
 #         errors = (out.values - mb["targets"]).square()
 #         clipped_errors = (mb["values"] + change - mb["targets"]).square()
 #         v_loss = 0.5 * torch.max(errors, clipped_errors).mean()
 #         return args.vf_coef * v_loss, {"value_loss": v_loss}
-# Make a loss's numbers and draws in train and add them to mb, (M, ...) or 0-dim: CUDA graphs freeze
-# Python numbers. Draws in a loss, and what is no mean over samples, change with --chunk-size.
-# The network: ImpalaCNN, heads in Agent. Continuous actions: Policy, num_actions in Agent. What B
-# stores: more of rollout, make_buffer(..., values=torch.empty((T, N))). To log: row["name"] = x.
-# The environment: Game, make_envs, make_eval_envs, check. train takes gymnasium's vector interface
-# with autoreset_mode SAME_STEP, not its default; to resume, it needs state_dict, load_state_dict.
+# Numbers and draws for a loss are made in train and added to mb, (M, ...) or 0-dim: CUDA graphs
+# freeze Python's; draws in a loss, and what is no mean over samples, vary with --chunk-size.
+# The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
+# B stores more of rollout if you name it: make_buffer(..., values=torch.empty((T, N))).
+# An environment: change Game, make_envs, make_eval_envs, check. train expects gymnasium's vector
+# interface with SAME_STEP autoreset, not its default; to resume, state_dict and load_state_dict.
 # At a time limit, add gamma V(infos["final_obs"]) to normalized_rewards, not to raw_rewards.
-# State for later iterations: put it into shared, if it is equal on all ranks, or per_rank; change
-# it before run.save, and tensors (weights, too) in place: c *= 2. Args are frozen.
-# A decision: by the means in row. A step's are this rank's; ranks that disagree wait for ever.
+# State for later iterations goes into shared, if it is equal on all ranks, or per_rank. Change it
+# before run.save. Tensors, and weights, change in place: c *= 2, not c = c * 2. Args are frozen.
+# Decide by the means in row: they are equal on all ranks, and ranks that disagree wait for ever.
 
 
 # ---- 5 Environment, episodes, evaluation: you have read PPG, the rest is plumbing ----
@@ -714,7 +713,6 @@ def mean_stats(stats, prefix: str):
 # ---- 7 Run folder, command line ----
 class Run:
     def __init__(self, args):
-        self.args = args
         self.folder = Path(args.run_dir)
         self.saved = {"iteration": 0, "rows": []}
         if (self.folder / "checkpoint.pt").exists():

@@ -269,8 +269,7 @@ def act(agent, obs):
 
 
 def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
-    """One optimizer step on the sum of the losses of a minibatch, (M, ...), averaged over ranks.
-    Returns the losses' statistics."""
+    """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
     optimizer.zero_grad()
     stats = {}
     # Chunks save memory: gradients add up. By default, a minibatch has two.
@@ -581,7 +580,6 @@ def mean_stats(stats, prefix: str):
 # ---- 7 Run folder, command line ----
 class Run:
     def __init__(self, args):
-        self.args = args
         self.folder = Path(args.run_dir)
         self.saved = {"iteration": 0, "rows": []}
         if (self.folder / "checkpoint.pt").exists():

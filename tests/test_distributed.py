@@ -3,9 +3,10 @@
 import itertools
 import signal
 import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import TINY, TINY_PPG, TORCHRUN, as_flags, comparable, read_rows, same, train
@@ -76,15 +77,19 @@ def test_the_budget_is_of_all_ranks_which_differ_in_games(whole):
 
 
 def test_no_two_ranks_of_any_seeds_play_the_same(monkeypatch, script):
-    monkeypatch.setattr(script, "make_envs", lambda args, seed, *_: sys.exit(seed))
+    """Procgen's environments have one seed. Those of gymnasium count on from that of their reset."""
+
+    def make_envs(args, seed, *_):
+        seeds.append(seed)
+        return SimpleNamespace(reset=lambda seed: (np.zeros(1), firsts.append(seed)))
+
+    monkeypatch.setattr(script, "make_envs", make_envs)
     monkeypatch.setattr(script, "NUM_RANKS", 3)
-    seeds = set()
+    seeds, firsts = [], []
     for seed, rank in itertools.product(range(3), range(3)):
         monkeypatch.setattr(script, "RANK", rank)
-        with pytest.raises(SystemExit) as end:
-            script.train(script.Args(seed=seed, cuda=False), None, None, None)
-        seeds.add(end.value.code)
-    assert len(seeds) == 9
+        script.make_train_envs(script.Args(seed=seed, num_envs=5))
+    assert len(set(seeds)) == 9 and len({first + i for first in firsts for i in range(5)}) == 9 * 5
     with pytest.raises(SystemExit, match="2"):  # procgen takes an int32
         script.check(script.Args(run_dir="run", seed=2**30, cuda=False))
 
@@ -113,10 +118,11 @@ def test_a_lost_rank_ends_the_others_and_nothing_that_was_saved_is_lost(ranks, w
     assert same(run_dir, whole)
 
 
-def test_ranks_whose_weights_differ_end_at_the_checkpoint(tmp_path, ranks):
-    """As when a loss of one's own has its own backward, without the average over ranks."""
-    for result in ranks(ppg_procgen, {"lonely": True}, *as_flags(FLAGS | {"run_dir": tmp_path / "run"})):
-        assert result.returncode == 2 and "agent differs between ranks" in result.stderr
+@pytest.mark.parametrize("option, name", [("lonely", "agent"), ("uneven", "reward_normalizer")])
+def test_ranks_that_differ_in_what_they_share_end_at_the_checkpoint(tmp_path, ranks, option, name):
+    """As when a loss of one's own has its own backward, without the average over ranks, or a rank has its own state."""
+    for result in ranks(ppg_procgen, {option: True}, *as_flags(FLAGS | {"run_dir": tmp_path / "run"})):
+        assert result.returncode == 2 and f"{name} differs between ranks" in result.stderr
     assert torch.load(tmp_path / "run" / "checkpoint.pt")["iteration"] == 0
 
 

@@ -68,6 +68,18 @@ def test_the_seed_draws_the_actions(script, monkeypatch):
     assert first == second != other
 
 
+def test_a_reset_begins_new_episodes_but_not_twice(script):
+    envs = script.make_envs(script.Args(env_id="bossfight", num_envs=8, env_threads=0), 3, 0, 0)
+    levels = [level_seeds(envs)]
+    for _ in range(3):
+        assert np.array_equal(envs.reset(seed=1)[0].copy(), envs.reset()[0]) and level_seeds(envs) == levels[-1]
+        for _ in range(5):
+            envs.step(np.zeros(8, np.int32))
+        envs.reset()
+        levels.append(level_seeds(envs))
+    assert all(len(set(played)) == 4 for played in zip(*levels, strict=True))
+
+
 @pytest.fixture(scope="module", params=[ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])
 def evaluated(request, tmp_path_factory):
     """A script, the folder of its run with evaluations; for each environment its first levels, and all played."""

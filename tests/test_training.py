@@ -95,6 +95,20 @@ def test_same_seed_same_bits_other_seed_others(run, trained, flags):
     assert same(run(**flags), trained(**flags)) and not same(trained(seed=2, **flags), trained(**flags))
 
 
+def test_numpy_draws_are_seeded_and_differ_by_iteration(run, script, monkeypatch, tmp_path):
+    def gradient_step(*inputs, original=script.gradient_step, **minibatch):
+        draws.append(np.random.random())
+        return original(*inputs, **minibatch)
+
+    draws = []
+    monkeypatch.setattr(script, "gradient_step", gradient_step)
+    run(script)
+    whole = draws.copy()
+    draws.clear()
+    resume(script, interrupt(script, make_args(script, tmp_path / "run"), 2 * 16 + 5))
+    assert len(set(whole)) == len(whole) and set(draws) == set(whole)
+
+
 def test_defaults_that_no_published_run_takes():
     args = Args()
     assert (args.n_iteration, args.e_auxiliary, args.num_aux_rollouts, args.aux_dtype) == (32, 6, 4, "float32")

@@ -149,6 +149,8 @@ def begin(files: list[Path], environment: dict[str, str], name: str, options: di
         install_scripted(script, setattr)
     if "lonely" in options:
         script.average_grads = lambda params: None
+    if "uneven" in options:
+        script.RewardNormalizer.gamma = property(lambda self: script.RANK * 1e-9, lambda *_: None)
     if "record" in options:
         record = install_recording(script, setattr)
     kill = options.get("kill", {"rank": -1})
