@@ -238,10 +238,10 @@ def policy_loss(agent: Agent, args: Args, out: Outputs, mb: dict):
     epsilon = args.clip_coef or math.inf
     clipped_ratio = ratio.clamp(1 - epsilon, 1 + epsilon)
     pg_loss = -torch.min(ratio * mb["advantages"], clipped_ratio * mb["advantages"]).mean()
+    kl_k2 = 0.5 * logratio.square().mean()  # baselines' approxkl
     entropy = out.pi.entropy().mean()
-    stats = {"policy_loss": pg_loss, "entropy": entropy}
+    stats = {"policy_loss": pg_loss, "entropy": entropy, "approx_kl_k2": kl_k2}
     stats["approx_kl"] = (ratio - 1 - logratio).mean()  # k3 of joschu.net/blog/kl-approx.html
-    stats["approx_kl_k2"] = 0.5 * logratio.square().mean()  # baselines' approxkl
     stats["clipfrac"] = (clipped_ratio != ratio).float().mean()
     return pg_loss - args.ent_coef * entropy, stats
 
@@ -272,7 +272,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
     optimizer.zero_grad()
     stats = {}
-    # Chunks save memory: gradients add up. By default, a minibatch has two.
+    # Gradients add up over chunks, to save memory. By default, a minibatch has two.
     for mb, share in chunks(minibatch, args.chunk_size):
         out = agent(mb["obs"])
         total_loss = 0.0
@@ -281,7 +281,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
             total_loss = total_loss + loss
             add_stats(stats, loss_stats, share)
         (share * total_loss).backward()
-        del out  # and its activations
+        del out  # and activations that no loss has used
     average_grads(agent)  # over ranks
     grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
     optimizer.step()
@@ -298,7 +298,7 @@ def train(args: Args, run: "Run", act, gradient_step):
     T, N = args.num_steps, args.num_envs
     device = torch.device(args.device)
     envs, first_obs = make_train_envs(args)
-    seed_everything(args.seed)  # all ranks make the same network
+    seed_everything(args.seed)  # all ranks make the same networks
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
     if args.compile:
         compile_encoders(agent)
@@ -344,7 +344,6 @@ def train(args: Args, run: "Run", act, gradient_step):
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        # Adv = V_targ - V
         row["losses/explained_variance"] = 1 - gather(advantages).var() / gather(targets).var()
         rollout["advantages"] = advantages.to(device)
         rollout["targets"] = targets.to(device)
@@ -372,7 +371,7 @@ def train(args: Args, run: "Run", act, gradient_step):
             run.save(iteration)
 
 
-# ---- 5 Environment, episodes, evaluation: you have read PPO, the rest is plumbing ----
+# ---- 5 Environment, episodes, evaluation: from here on, plumbing ----
 class ProcgenVectorEnv:
     """Procgen resets itself: the last step of an episode gives the first observation of the next.
     Its time limits count as terminations, as in all published results."""
@@ -477,7 +476,7 @@ def set_up_device(args):
 
 
 def compile_encoders(agent):
-    print("compiling: a minute or two", flush=True)
+    print("compiling: a minute or two, for PPG twice", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
         if not isinstance(module, nn.Linear):
@@ -572,7 +571,7 @@ def mean_stats(stats, prefix: str):
     means = {}
     for name, (number, total, first) in stats.items():
         means[prefix + name] = torch.stack(all_ranks(total.cpu() / number)).mean()
-        if name == "approx_kl":
+        if name in ("approx_kl", "kl_loss"):
             means[f"{prefix}first_{name}"] = first
     return means
 
