@@ -1,9 +1,8 @@
 """Phasic Policy Gradient (Cobbe et al., 2021, https://arxiv.org/abs/2009.04416) on Procgen.
 
-    python ppg_procgen.py --env-id starpilot    # its agent: python benchmark/evaluate.py runs/RUN
+    python ppg_procgen.py --env-id starpilot    # then: python benchmark/evaluate.py runs/RUN
 
-To see it learn, in 10 to 20 minutes on a CPU (return 7.7, losses/explained_variance 0.9), and what
-the auxiliary phase brings: then add --e-auxiliary 0 (3.9, 0.3).
+See it learn in 10 to 20 minutes on a CPU: return 7.7, and with --e-auxiliary 0, PPO alone, 3.9:
     python ppg_procgen.py --num-levels 1 --arch detach --num-envs 16 --num-steps 64 --gamma 0.99 \
         --num-minibatches 4 --n-iteration 4 --e-auxiliary 2 --total-timesteps 65536
 
@@ -11,7 +10,7 @@ PPG trains two networks, one for the policy and one for values, so that neither 
 For N_pi iterations, PPG is PPO. Then the auxiliary phase trains a second value head of the policy's
 network on the value targets of all these iterations, because features that predict values help the
 policy. Advantages never come from this head. A KL loss holds the policy to pi_old, the policy when
-the phase begins: an older one would undo what was learned. The value network is trained further.
+the phase begins: that of a rollout would undo later learning. The value network is trained further.
 
 Each iteration, the policy phase                              in the code
     a rollout: T steps in each of N environments              act (one step)
@@ -23,7 +22,7 @@ After N_pi iterations, the auxiliary phase
 L_value = (V - V_targ)^2 / 2; L_joint = (V_aux - V_targ)^2 / 2 + beta_clone KL[pi_old, pi]
 
 To learn PPG, read sections 2 to 4 and stop. With one process, gather(x) is x, and average_grads
-does nothing. S: entropy, M: samples, A: actions. [PPG-k]: a detail that is easily missed.
+does nothing. S: entropy; M samples, A actions. [PPG-k]: a detail that is easily missed.
 """
 
 # /// script
@@ -63,7 +62,7 @@ from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 from torch.utils.tensorboard import SummaryWriter
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU; else there is one
+RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 NUM_LEVELS = 2**31 - 1  # Procgen's, counted from 0
@@ -92,14 +91,14 @@ class Args:
     num_levels: int = 0  # training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: environments of each rank
-    env_threads: int = 16  # Procgen's threads; more than cores are faster than as many
+    env_threads: int = 16  # Procgen's threads; 16 are fast on two cores, too
     # policy phase
     num_steps: int = 256  # T: steps of an environment in a rollout
     learning_rate: float = 5e-4  # Adam's, in the policy phase
     anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # RewardNormalizer's discount, as the authors'
+    reward_gamma: float = 0.99  # discount in RewardNormalizer, the authors'
     num_minibatches: int = 8  # minibatches of an epoch of T * N samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: int = 1  # E_V: value epochs of an iteration
@@ -182,7 +181,7 @@ class ImpalaCNN(nn.Module):
 
 
 class Policy(Categorical):
-    """pi(.|o), from logits (M, A). Categorical's own validation and sampling wait for the GPU."""
+    """pi(.|o), from logits (M, A). Categorical's own validation and sampling would sync the GPU."""
 
     def __init__(self, logits: Tensor):
         super().__init__(logits=logits, validate_args=False)
@@ -216,45 +215,40 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor, bf16: bool = False) -> Outputs:
         """obs: (M, height, width, channels). bf16: the encoders compute in bfloat16."""
-        pi, features = self.policy(obs, bf16)
+        features = self.policy_encoder(obs, bf16)
         if self.arch == "dual":
             value_features = self.value_encoder(obs, bf16)
-        else:  # detach: L_value does not train the encoder
-            value_features = {"detach": features.detach(), "shared": features}[self.arch]
+        elif self.arch == "detach":
+            value_features = features.detach()  # L_value must not train the encoder
+        elif self.arch == "shared":
+            value_features = features
         aux_values = self.aux_value_head(features).squeeze(-1)
         values = self.value_head(value_features).squeeze(-1)
-        return Outputs(pi=pi, aux_values=aux_values, values=values)
+        return Outputs(pi=Policy(self.policy_head(features)), aux_values=aux_values, values=values)
 
-    def policy(self, obs, bf16=False):  # pi alone, with its features (M, 256)
-        features = self.policy_encoder(obs, bf16)
-        return Policy(self.policy_head(features)), features
+    def policy(self, obs, bf16=False):
+        return Policy(self.policy_head(self.policy_encoder(obs, bf16)))
 
 
 # ---- 3 Estimates, losses, gradient step ----
-def running_sums(rewards, firsts, last, gamma=1.0):
-    """R_t = r_t + gamma (1 - first_t) R_{t-1}, (T, N), after R_{-1} = last. Also the new last."""
-    sums = []
-    for reward, first in zip(rewards, firsts[:-1], strict=True):
-        last = reward + gamma * (1 - first) * last
-        sums.append(last)
-    return torch.stack(sums), last
-
-
 class RewardNormalizer:
-    """Divides rewards by the standard deviation, in all rollouts so far, of discounted sums of past
-    rewards. Clips to [-10, 10]."""
+    """Divides rewards by the standard deviation, over all rollouts so far, of discounted sums of
+    past rewards, R_t = r_t + gamma R_{t-1} within an episode. Clips to [-10, 10]."""
 
     def __init__(self, args):
         self.gamma = args.reward_gamma
-        self.last = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)
-        self.number = 1e-4  # of sums so far, with a weak prior of variance 1
+        self.last = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
+        self.number = 1e-4  # of R_t so far, with a weak prior of variance 1
         self.total = 0.0
         self.squares = 1e-4
 
     def __call__(self, raw_rewards, firsts):
         """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
-        all_rewards = gather(raw_rewards)  # of all ranks
-        sums, self.last = running_sums(all_rewards, gather(firsts), self.last, self.gamma)
+        sums = []
+        for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
+            self.last = reward + self.gamma * (1 - first) * self.last
+            sums.append(self.last)
+        sums = torch.stack(sums)  # R_t, (T, N)
         self.number += sums.numel()
         self.total += sums.sum()
         self.squares += sums.square().sum()
@@ -278,7 +272,7 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 # A loss takes the agent, its outputs for a minibatch, and the minibatch itself, tensors (M, ...):
 #     policy phase       obs, actions, logprobs, values, advantages (normalized), targets
 #     auxiliary phase    obs, targets, old_logits (M, A)
-# It returns (loss, statistics to log), all of them means over samples.
+# It returns (loss, statistics to log), all of them means over samples. agent is for other losses.
 def policy_loss(agent: Agent, args: Args, out: Outputs, mb: dict):
     """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -326,7 +320,7 @@ def act(agent, obs):
 
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
     """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
-    optimizer.zero_grad()  # also what the other phase left
+    optimizer.zero_grad()  # those of the other phase, too
     stats = {}
     # Gradients add up over chunks, to save memory. A minibatch of the policy phase has two.
     for mb, share in chunks(minibatch, args.chunk_size):
@@ -335,13 +329,15 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
         for loss_fn in losses:
             loss, loss_stats = loss_fn(agent, args, out, mb)
             total_loss = total_loss + loss
-            add_stats(stats, loss_stats, share)
+            for name, x in loss_stats.items():
+                stats[name] = stats.get(name, 0.0) + share * x.detach()
         (share * total_loss).backward()
         del out  # and activations that no loss has used
     average_grads(agent)  # over ranks
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
+    max_norm = args.max_grad_norm or math.inf
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
     optimizer.step()
-    return {name: total for name, (_, total, _) in stats.items()} | {"grad_norm": grad_norm}
+    return stats
 
 
 def make_optimizer(agent, lr):
@@ -350,8 +346,8 @@ def make_optimizer(agent, lr):
 
 
 # ---- 4 Training loop ----
-def train(args: Args, run: "Run", act, gradient_step):
-    """Algorithm 1 of the paper. act, gradient_step: the functions above, or CUDA graphs of them."""
+def train(args: Args, run: "Run"):
+    """Algorithm 1 of the paper."""
     T, N = args.num_steps, args.num_envs
     device = torch.device(args.device)
     envs, first_obs = make_train_envs(args)
@@ -370,15 +366,14 @@ def train(args: Args, run: "Run", act, gradient_step):
     obs[T] = first_obs
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode; environments reset themselves
     raw_rewards = torch.empty((T, N))
-    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B: parts of rollout
+    buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B: (T, N_pi * N, ...)
     bf16 = args.aux_dtype == "bfloat16"
 
-    # What changes from iteration to iteration: a resumed run gets it back here.
+    # For --resume alone: a resumed run gets back what changes from iteration to iteration.
     shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
-    optimizers = {"optimizer": optimizer, "value_optimizer": value_optimizer}
-    optimizers["aux_optimizer"] = aux_optimizer
+    optimizers = {"adam": optimizer, "value_adam": value_optimizer, "aux_adam": aux_optimizer}
     per_rank = {"envs": envs, "next_obs": obs[T], "firsts": firsts}
-    run.keep(shared | optimizers, per_rank)
+    run.restore(shared | optimizers, per_rank)
 
     # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...), B (256, 2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
@@ -417,8 +412,9 @@ def train(args: Args, run: "Run", act, gradient_step):
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
         policy_losses = (policy_loss,)
         value_losses = (value_loss,)
-        epochs = [(optimizer, policy_losses + value_losses)] * args.e_policy  # steps on their sum
-        if args.e_value != args.e_policy:  # then value epochs come first, as in the authors' code
+        if args.e_policy == args.e_value:  # by default, each step is on the sum of both losses
+            epochs = [(optimizer, policy_losses + value_losses)] * args.e_policy
+        else:  # value epochs first, with an Adam of their own, as in the authors' code
             epochs = [(value_optimizer, value_losses)] * args.e_value
             epochs += [(optimizer, policy_losses)] * args.e_policy
         stats = {}
@@ -438,13 +434,13 @@ def train(args: Args, run: "Run", act, gradient_step):
             # [PPG-5] pi_old on all of B is the policy as it is now, not the one that acted.
             with torch.no_grad():
                 parts = buffer["obs"].flatten(0, 1).split(args.chunk_size)
-                pi_old = [agent.policy(x.to(device), bf16)[0] for x in parts]
-            old_logits = torch.cat([pi.logits for pi in pi_old]).view(T, args.n_iteration * N, -1)
-            aux_batch = buffer | {"old_logits": old_logits.to(buffer["obs"].device)}
+                old_logits = torch.cat([agent.policy(x.to(device), bf16).logits for x in parts])
+            old_logits = old_logits.view(T, args.n_iteration * N, -1).to(buffer["obs"].device)
+            aux_batch = buffer | {"old_logits": old_logits}  # (T, N_pi * N, ...)
             stats = {}
             for epoch in range(args.e_auxiliary):  # on L_joint + L_value
                 print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
-                # [PPG-6] Full rollouts learn better than single samples. Drawn on the CPU.
+                # [PPG-6] Minibatches are full rollouts, which CleanRL's page calls a gain
                 rollout_inds = torch.randperm(args.n_iteration * N).to(buffer["obs"].device)
                 for inds in rollout_inds.view(-1, args.num_aux_rollouts):
                     mb = {k: x[:, inds].flatten(0, 1).to(device) for k, x in aux_batch.items()}
@@ -463,30 +459,29 @@ def train(args: Args, run: "Run", act, gradient_step):
 
 
 # ---- How to change it ----
-# A loss is a function f(agent, args, out, mb). Put it into the tuple of its phase. This one clips
-# values as PPO2 does; it belongs into value_losses, since only the policy phase has mb["values"].
+# A loss is a function f(agent, args, out, mb). Put it into its phase's tuple. This one clips values
+# as PPO2 does; it belongs in value_losses, since only the policy phase has mb["values"].
 #     def clipped_value_loss(agent, args, out, mb):
 #         change = (out.values - mb["values"]).clamp(-args.clip_coef, args.clip_coef)
 #         errors = (out.values - mb["targets"]).square()
 #         clipped_errors = (mb["values"] + change - mb["targets"]).square()
 #         v_loss = 0.5 * torch.max(errors, clipped_errors).mean()
 #         return args.vf_coef * v_loss, {"value_loss": v_loss}
-# Numbers and draws for a loss are made in train and added to mb, (M, ...) or 0-dim: CUDA graphs
-# freeze Python's; draws in a loss, and what is no mean over samples, vary with --chunk-size.
+# If it needs a number or a draw, train makes it and adds it to mb, (M, ...) or 0-dim: CUDA graphs
+# freeze Python's numbers, and a draw in a loss depends on --chunk-size.
 # The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
-# B stores more of rollout if you name it: make_buffer(..., values=torch.empty((T, N))).
-# An environment: change Game, make_envs, make_eval_envs, check. train expects gymnasium's vector
-# interface with SAME_STEP autoreset, not its default; to resume, state_dict and load_state_dict.
+# To store more of rollout in B, name it: make_buffer(..., values=torch.empty((T, N))).
+# A gymnasium environment: change Game, make_envs, make_eval_envs, check. Vector environments must
+# reset themselves by SAME_STEP, not the default; --resume needs their state_dict, load_state_dict.
 # At a time limit, add gamma V(infos["final_obs"]) to normalized_rewards, not to raw_rewards.
-# State for later iterations goes into shared, if it is equal on all ranks, or per_rank. Change it
-# before run.save. Tensors, and weights, change in place: c *= 2, not c = c * 2. Args are frozen.
-# Decide by the means in row: they are equal on all ranks, and ranks that disagree wait for ever.
+# State for later iterations: add it to shared, if equal on all ranks, or to per_rank. Change it
+# before run.save, and tensors, weights too, in place: c *= 2, not c = c * 2. Args are frozen.
+# Decide by the means in row, equal on all ranks. If ranks decide differently, they wait for ever.
 
 
 # ---- 5 Environment, episodes, evaluation: from here on, plumbing ----
 class ProcgenVectorEnv:
-    """Procgen resets itself: the last step of an episode gives the first observation of the next.
-    Its time limits count as terminations, as in all published results."""
+    """Procgen resets itself. Its time limits are terminations, as in all published results."""
 
     def __init__(self, num_envs, env_id, **options):
         from gym import spaces
@@ -533,14 +528,17 @@ class EpisodeStatistics:
     """Raw returns and lengths of all ranks' episodes, across rollouts."""
 
     def __init__(self, args):
-        self.last = torch.zeros((2, NUM_RANKS * args.num_envs), dtype=torch.float64)
+        self.totals = torch.zeros((2, NUM_RANKS * args.num_envs), dtype=torch.float64)
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
     def update(self, raw_rewards, firsts):
-        rewards, firsts = gather(raw_rewards), gather(firsts)
-        steps = torch.stack([rewards, torch.ones_like(rewards)], 1)  # (T, 2, N)
-        sums, self.last = running_sums(steps, firsts, self.last)
-        returns, lengths = sums.transpose(1, 2)[firsts[1:] > 0].T  # at episodes' ends
+        firsts = gather(firsts)
+        finished = []
+        for t, rewards in enumerate(gather(raw_rewards)):
+            self.totals *= 1 - firsts[t]
+            self.totals += torch.stack([rewards, torch.ones_like(rewards)])
+            finished.append(self.totals[:, firsts[t + 1] > 0])
+        returns, lengths = torch.cat(finished, 1)
         self.last_returns = torch.cat([self.last_returns, returns])[-100:]
         row = {"charts/episodic_return": returns.mean(), "charts/episodic_length": lengths.mean()}
         return row | {"charts/mean_return_100": self.last_returns.nanmean()}
@@ -577,7 +575,7 @@ def evaluate(agent, envs, seed):
 def set_up_device(args):
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
-        torch.set_num_threads(1)  # more would spin on the environments' cores
+        torch.set_num_threads(1)  # more threads would take the environments' cores
         torch.backends.cudnn.benchmark = True
         if args.cuda_graphs:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
@@ -596,8 +594,8 @@ def compile_encoders(agent):
 
 
 class CudaGraphs:
-    """function(*fixed, **inputs) as a CUDA graph for each set of fixed and kind of inputs. Three
-    calls are plain. The fourth is recorded, with its Python numbers. Later ones replay it."""
+    """A function as CUDA graphs: one for each set of fixed arguments and of inputs' names, shapes,
+    dtypes. Three calls are plain. The fourth is recorded with its Python numbers, then replayed."""
 
     def __init__(self, function):
         self.function = function
@@ -652,7 +650,8 @@ def store(buffer, rollout, i):
     for name, x in buffer.items():
         assert x.dtype == rollout[name].dtype, f"B has {name} as {x.dtype}"
         part = rollout[name].view(len(x), -1, *x.shape[2:])  # no broadcasting
-        x.unflatten(1, (-1, part.shape[1]))[:, i] = part
+        N = part.shape[1]
+        x[:, i * N : (i + 1) * N] = part
 
 
 def seed_everything(seed):
@@ -693,15 +692,15 @@ def average_grads(agent):
             x.copy_(part.view_as(x) / NUM_RANKS)
 
 
-def add_stats(stats, more, weight=1):
-    """Weight, weighted sum and first value by name. (Lists of small tensors fragment memory.)"""
-    for name, x in more.items():
+def add_stats(stats, step_stats):
+    """Number, sum and first value by name. (Lists of small tensors would fragment memory.)"""
+    for name, x in step_stats.items():
         number, total, first = stats.get(name, (0, 0.0, x))
-        stats[name] = number + weight, total + weight * x.detach(), first
+        stats[name] = number + 1, total + x, first
 
 
 def mean_stats(stats, prefix: str):
-    """Means over updates and ranks. first_: a KL before pi has changed: 0 up to rounding."""
+    """Means over updates and ranks. A KL's first value, before pi has changed, is about 0."""
     means = {}
     for name, (number, total, first) in stats.items():
         means[prefix + name] = torch.stack(all_ranks(total.cpu() / number)).mean()
@@ -730,8 +729,8 @@ class Run:
             step = self.rows[-1]["global_step"] + 1 if self.rows else 0
             self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step)
 
-    def keep(self, shared, per_rank):
-        """What checkpoints save and a resumed run gets back: tensors, or objects, by name."""
+    def restore(self, shared, per_rank):
+        """From now on, save these tensors and objects. In a resumed run, first restore them."""
         self.shared = shared
         self.per_rank = per_rank
         if self.iteration == 0:
@@ -741,7 +740,6 @@ class Run:
             set_state(x, saved[name])
 
     def log(self, row):
-        """row: numbers by name. A gradient that is not finite ends the run."""
         row["wall_time"] = time.monotonic() - self.start
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
         if RANK == 0:
@@ -774,23 +772,21 @@ class Run:
             torch.save(x, file := io.BytesIO())
             is_same = len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1
             require(is_same, f"{name} differs between ranks: average it, or keep it per_rank")
-        if RANK > 0:
-            return
-        weights = {name: x.contiguous() for name, x in shared["agent"].items()}
-        state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
-        for name, content in {"agent.pt": weights, "checkpoint.pt": state}.items():
-            torch.save(content, self.folder / "tmp")
-            os.replace(self.folder / "tmp", self.folder / name)
+        if RANK == 0:
+            weights = {name: x.contiguous() for name, x in shared["agent"].items()}
+            state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
+            for name, content in {"agent.pt": weights, "checkpoint.pt": state}.items():
+                torch.save(content, self.folder / "tmp")
+                os.replace(self.folder / "tmp", self.folder / name)
 
 
 def get_state(x):
-    """A copy on the CPU. What cannot be loaded fails now, not in --resume."""
     if isinstance(x, Tensor):
         return x.cpu().clone()
     state = x.state_dict() if hasattr(x, "state_dict") else vars(x)
     torch.save(state, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, "cpu", weights_only=True)
+    return torch.load(file, "cpu", weights_only=True)  # what cannot be loaded fails now
 
 
 def set_state(x, state):
@@ -849,6 +845,7 @@ def parse_args():
 
 
 def main(args):
+    global act, gradient_step  # with --cuda-graphs, CUDA graphs of them while it trains
     check(args)
     if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
         print("torch finds no GPU: driver too old? See README")
@@ -867,12 +864,15 @@ def main(args):
         print(f"{folder}: {plan}, {run.iteration} done, on {args.device}", flush=True)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
-        if args.cuda_graphs:
-            train(args, run, CudaGraphs(act), CudaGraphs(gradient_step))
-        else:
-            train(args, run, act, gradient_step)
+        plain = act, gradient_step
+        try:
+            if args.cuda_graphs:
+                act, gradient_step = CudaGraphs(act), CudaGraphs(gradient_step)
+            train(args, run)
+        finally:
+            act, gradient_step = plain
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # after train's CUDA graphs, for which NCCL waits
+            dist.destroy_process_group()  # NCCL waits for CUDA graphs: they are gone
     print(f"{folder} is finished")
 
 

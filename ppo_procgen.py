@@ -1,6 +1,6 @@
 """Proximal Policy Optimization as in the Procgen paper (https://arxiv.org/abs/1912.01588).
 
-    python ppo_procgen.py --env-id starpilot    # its agent: python benchmark/evaluate.py runs/RUN
+    python ppo_procgen.py --env-id starpilot    # then: python benchmark/evaluate.py runs/RUN
 
 To learn PPO, read sections 2 to 4 and stop. Much is as in ppg_procgen.py. With one process,
 gather(x) is x, and average_grads does nothing. S: entropy, M: samples, A: actions.
@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.distributions import Categorical
 from torch.utils.tensorboard import SummaryWriter
 
-RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU; else there is one
+RANK = int(os.environ.get("RANK", 0))  # torchrun starts a process for each GPU
 NUM_RANKS = int(os.environ.get("WORLD_SIZE", 1))
 LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
 NUM_LEVELS = 2**31 - 1  # Procgen's, counted from 0
@@ -75,7 +75,7 @@ class Args:
     num_levels: int = 0  # training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: environments of each rank
-    env_threads: int = 16  # Procgen's threads; more than cores are faster than as many
+    env_threads: int = 16  # Procgen's threads; 16 are fast on two cores, too
     # optimization
     num_steps: int = 256  # T: steps of an environment in a rollout
     learning_rate: float = 5e-4  # Adam's learning rate
@@ -139,7 +139,7 @@ class ImpalaCNN(nn.Module):
 
 
 class Policy(Categorical):
-    """pi(.|o), from logits (M, A). Categorical's own validation and sampling wait for the GPU."""
+    """pi(.|o), from logits (M, A). Categorical's own validation and sampling would sync the GPU."""
 
     def __init__(self, logits: Tensor):
         super().__init__(logits=logits, validate_args=False)
@@ -179,35 +179,26 @@ class Agent(nn.Module):
 
 
 # ---- 3 Estimates, losses, gradient step ----
-def running_sums(rewards, firsts, last, gamma=1.0):
-    """R_t = r_t + gamma (1 - first_t) R_{t-1}, (T, N), after R_{-1} = last. Also the new last."""
-    sums = []
-    for reward, first in zip(rewards, firsts[:-1], strict=True):
-        last = reward + gamma * (1 - first) * last
-        sums.append(last)
-    return torch.stack(sums), last
-
-
 class RewardNormalizer:
-    """Divides rewards by the standard deviation, in all steps so far, of discounted sums of past
-    rewards. Clips to [-10, 10]. As in baselines, it goes step by step: first rewards count more."""
+    """Divides rewards by the standard deviation, over all steps so far, of discounted sums of past
+    rewards, R_t = r_t + gamma R_{t-1} within an episode. Clips to [-10, 10]. As in baselines, it
+    goes step by step: early rewards count for more."""
 
     def __init__(self, args):
         self.gamma = args.reward_gamma
-        self.last = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)
-        self.number = 1e-4  # of sums so far, with a weak prior of variance 1
+        self.last = torch.zeros(NUM_RANKS * args.num_envs, dtype=torch.float64)  # R_t
+        self.number = 1e-4  # of R_t so far, with a weak prior of variance 1
         self.total = 0.0
         self.squares = 1e-4
 
     def __call__(self, raw_rewards, firsts):
         """raw_rewards: (T, N), firsts: (T + 1, N). Returns (T, N)."""
-        all_rewards = gather(raw_rewards)  # of all ranks
-        sums, self.last = running_sums(all_rewards, gather(firsts), self.last, self.gamma)
         deviations = []
-        for step_sums in sums:
-            self.number += len(step_sums)
-            self.total += step_sums.sum()
-            self.squares += step_sums.square().sum()
+        for reward, first in zip(gather(raw_rewards), gather(firsts)[:-1], strict=True):
+            self.last = reward + self.gamma * (1 - first) * self.last
+            self.number += len(self.last)
+            self.total += self.last.sum()
+            self.squares += self.last.square().sum()
             variance = self.squares / self.number - (self.total / self.number) ** 2
             deviations.append((variance + 1e-8).sqrt())
         deviations = torch.stack(deviations).to(raw_rewards).unsqueeze(1)  # (T, 1)
@@ -229,7 +220,7 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 
 # A loss takes the agent, its outputs for a minibatch, and the minibatch itself, tensors (M, ...):
 #     obs, actions, logprobs, values, advantages (normalized), targets
-# It returns (loss, statistics to log), all of them means over samples.
+# It returns (loss, statistics to log), all of them means over samples. agent is for other losses.
 def policy_loss(agent: Agent, args: Args, out: Outputs, mb: dict):
     """-L_clip - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -279,13 +270,15 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
         for loss_fn in losses:
             loss, loss_stats = loss_fn(agent, args, out, mb)
             total_loss = total_loss + loss
-            add_stats(stats, loss_stats, share)
+            for name, x in loss_stats.items():
+                stats[name] = stats.get(name, 0.0) + share * x.detach()
         (share * total_loss).backward()
         del out  # and activations that no loss has used
     average_grads(agent)  # over ranks
-    grad_norm = nn.utils.clip_grad_norm_(agent.parameters(), args.max_grad_norm or math.inf)
+    max_norm = args.max_grad_norm or math.inf
+    stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
     optimizer.step()
-    return {name: total for name, (_, total, _) in stats.items()} | {"grad_norm": grad_norm}
+    return stats
 
 
 def make_optimizer(agent, lr):
@@ -293,8 +286,8 @@ def make_optimizer(agent, lr):
 
 
 # ---- 4 Training loop ----
-def train(args: Args, run: "Run", act, gradient_step):
-    """PPO. act, gradient_step: the functions above, or CUDA graphs of them."""
+def train(args: Args, run: "Run"):
+    """PPO."""
     T, N = args.num_steps, args.num_envs
     device = torch.device(args.device)
     envs, first_obs = make_train_envs(args)
@@ -312,11 +305,11 @@ def train(args: Args, run: "Run", act, gradient_step):
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode; environments reset themselves
     raw_rewards = torch.empty((T, N))
 
-    # What changes from iteration to iteration: a resumed run gets it back here.
+    # For --resume alone: a resumed run gets back what changes from iteration to iteration.
     shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
-    optimizers = {"optimizer": optimizer}
+    optimizers = {"adam": optimizer}
     per_rank = {"envs": envs, "next_obs": obs[T], "firsts": firsts}
-    run.keep(shared | optimizers, per_rank)
+    run.restore(shared | optimizers, per_rank)
 
     # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
@@ -373,8 +366,7 @@ def train(args: Args, run: "Run", act, gradient_step):
 
 # ---- 5 Environment, episodes, evaluation: from here on, plumbing ----
 class ProcgenVectorEnv:
-    """Procgen resets itself: the last step of an episode gives the first observation of the next.
-    Its time limits count as terminations, as in all published results."""
+    """Procgen resets itself. Its time limits are terminations, as in all published results."""
 
     def __init__(self, num_envs, env_id, **options):
         from gym import spaces
@@ -421,14 +413,17 @@ class EpisodeStatistics:
     """Raw returns and lengths of all ranks' episodes, across rollouts."""
 
     def __init__(self, args):
-        self.last = torch.zeros((2, NUM_RANKS * args.num_envs), dtype=torch.float64)
+        self.totals = torch.zeros((2, NUM_RANKS * args.num_envs), dtype=torch.float64)
         self.last_returns = torch.full((100,), math.nan, dtype=torch.float64)
 
     def update(self, raw_rewards, firsts):
-        rewards, firsts = gather(raw_rewards), gather(firsts)
-        steps = torch.stack([rewards, torch.ones_like(rewards)], 1)  # (T, 2, N)
-        sums, self.last = running_sums(steps, firsts, self.last)
-        returns, lengths = sums.transpose(1, 2)[firsts[1:] > 0].T  # at episodes' ends
+        firsts = gather(firsts)
+        finished = []
+        for t, rewards in enumerate(gather(raw_rewards)):
+            self.totals *= 1 - firsts[t]
+            self.totals += torch.stack([rewards, torch.ones_like(rewards)])
+            finished.append(self.totals[:, firsts[t + 1] > 0])
+        returns, lengths = torch.cat(finished, 1)
         self.last_returns = torch.cat([self.last_returns, returns])[-100:]
         row = {"charts/episodic_return": returns.mean(), "charts/episodic_length": lengths.mean()}
         return row | {"charts/mean_return_100": self.last_returns.nanmean()}
@@ -465,7 +460,7 @@ def evaluate(agent, envs, seed):
 def set_up_device(args):
     if args.device != "cpu":
         torch.cuda.set_device(args.device)
-        torch.set_num_threads(1)  # more would spin on the environments' cores
+        torch.set_num_threads(1)  # more threads would take the environments' cores
         torch.backends.cudnn.benchmark = True
         if args.cuda_graphs:
             torch.cuda.set_stream(torch.cuda.Stream())  # the default stream cannot be captured
@@ -484,8 +479,8 @@ def compile_encoders(agent):
 
 
 class CudaGraphs:
-    """function(*fixed, **inputs) as a CUDA graph for each set of fixed and kind of inputs. Three
-    calls are plain. The fourth is recorded, with its Python numbers. Later ones replay it."""
+    """A function as CUDA graphs: one for each set of fixed arguments and of inputs' names, shapes,
+    dtypes. Three calls are plain. The fourth is recorded with its Python numbers, then replayed."""
 
     def __init__(self, function):
         self.function = function
@@ -559,15 +554,15 @@ def average_grads(agent):
             x.copy_(part.view_as(x) / NUM_RANKS)
 
 
-def add_stats(stats, more, weight=1):
-    """Weight, weighted sum and first value by name. (Lists of small tensors fragment memory.)"""
-    for name, x in more.items():
+def add_stats(stats, step_stats):
+    """Number, sum and first value by name. (Lists of small tensors would fragment memory.)"""
+    for name, x in step_stats.items():
         number, total, first = stats.get(name, (0, 0.0, x))
-        stats[name] = number + weight, total + weight * x.detach(), first
+        stats[name] = number + 1, total + x, first
 
 
 def mean_stats(stats, prefix: str):
-    """Means over updates and ranks. first_: a KL before pi has changed: 0 up to rounding."""
+    """Means over updates and ranks. A KL's first value, before pi has changed, is about 0."""
     means = {}
     for name, (number, total, first) in stats.items():
         means[prefix + name] = torch.stack(all_ranks(total.cpu() / number)).mean()
@@ -596,8 +591,8 @@ class Run:
             step = self.rows[-1]["global_step"] + 1 if self.rows else 0
             self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step)
 
-    def keep(self, shared, per_rank):
-        """What checkpoints save and a resumed run gets back: tensors, or objects, by name."""
+    def restore(self, shared, per_rank):
+        """From now on, save these tensors and objects. In a resumed run, first restore them."""
         self.shared = shared
         self.per_rank = per_rank
         if self.iteration == 0:
@@ -607,7 +602,6 @@ class Run:
             set_state(x, saved[name])
 
     def log(self, row):
-        """row: numbers by name. A gradient that is not finite ends the run."""
         row["wall_time"] = time.monotonic() - self.start
         row["charts/SPS"] = row["global_step"] / row["wall_time"]
         if RANK == 0:
@@ -640,23 +634,21 @@ class Run:
             torch.save(x, file := io.BytesIO())
             is_same = len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1
             require(is_same, f"{name} differs between ranks: average it, or keep it per_rank")
-        if RANK > 0:
-            return
-        weights = {name: x.contiguous() for name, x in shared["agent"].items()}
-        state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
-        for name, content in {"agent.pt": weights, "checkpoint.pt": state}.items():
-            torch.save(content, self.folder / "tmp")
-            os.replace(self.folder / "tmp", self.folder / name)
+        if RANK == 0:
+            weights = {name: x.contiguous() for name, x in shared["agent"].items()}
+            state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
+            for name, content in {"agent.pt": weights, "checkpoint.pt": state}.items():
+                torch.save(content, self.folder / "tmp")
+                os.replace(self.folder / "tmp", self.folder / name)
 
 
 def get_state(x):
-    """A copy on the CPU. What cannot be loaded fails now, not in --resume."""
     if isinstance(x, Tensor):
         return x.cpu().clone()
     state = x.state_dict() if hasattr(x, "state_dict") else vars(x)
     torch.save(state, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, "cpu", weights_only=True)
+    return torch.load(file, "cpu", weights_only=True)  # what cannot be loaded fails now
 
 
 def set_state(x, state):
@@ -712,6 +704,7 @@ def parse_args():
 
 
 def main(args):
+    global act, gradient_step  # with --cuda-graphs, CUDA graphs of them while it trains
     check(args)
     if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
         print("torch finds no GPU: driver too old? See README")
@@ -730,12 +723,15 @@ def main(args):
         print(f"{folder}: {plan}, on {args.device}", flush=True)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
-        if args.cuda_graphs:
-            train(args, run, CudaGraphs(act), CudaGraphs(gradient_step))
-        else:
-            train(args, run, act, gradient_step)
+        plain = act, gradient_step
+        try:
+            if args.cuda_graphs:
+                act, gradient_step = CudaGraphs(act), CudaGraphs(gradient_step)
+            train(args, run)
+        finally:
+            act, gradient_step = plain
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # after train's CUDA graphs, for which NCCL waits
+            dist.destroy_process_group()  # NCCL waits for CUDA graphs: they are gone
     print(f"{folder} is finished")
 
 

@@ -98,10 +98,10 @@ def test_another_environment(tmp_path, monkeypatch, capsys):
     training, evaluation, resumed, evaluation_ = np.reshape(Blink.seeds, (4, 4)).tolist()
     assert evaluation == evaluation_
     args = make_args(module, tmp_path, **flags | {"eval_interval": 0})
-    run = SimpleNamespace(iteration=0, keep=lambda *_: None, log=print, save=print)
-    module.train(module.replace(args, seed=2), run, module.act, module.gradient_step)
+    run = SimpleNamespace(iteration=0, restore=lambda *_: None, log=print, save=print)
+    module.train(module.replace(args, seed=2), run)
     monkeypatch.setattr(module, "RANK", 1)
-    module.train(args, run, module.act, module.gradient_step)
+    module.train(args, run)
     assert len({*training, *evaluation, *resumed, *Blink.seeds[16:]}) == 5 * 4
     # at a time limit, the value of the last observation is added; all rewards are the same
     agent = module.Agent(args, module.make_envs(args, 0, 0, 0))
@@ -228,7 +228,7 @@ def test_losses_and_counts_of_updates(tmp_path):
     train(module, tmp_path / "a")
     assert [stats["grad_norm"][0] for stats, _ in calls] == [2, 2, 2, 2, 4]  # the second of two auxiliary phases
     saved = torch.load(tmp_path / "a" / "checkpoint.pt")["shared"]
-    for name in ("optimizer", "aux_optimizer"):  # one: of both phases, or of the auxiliary one
+    for name in ("adam", "aux_adam"):  # one: of both phases, or of the auxiliary one
         assert {x["step"].item() for x in saved[name]["state"].values()} == {12.0, 4.0}
     train(module, tmp_path / "b", skip_phases=0, aux_share=0.3)
     assert [stats["grad_norm"][0] for stats, _ in calls[5:]] == [2, 2, 2, 2, 2, 2]
