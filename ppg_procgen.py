@@ -320,7 +320,7 @@ def act(agent, obs):
 
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
     """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
-    optimizer.zero_grad()  # those of the other phase, too
+    optimizer.zero_grad()  # also what the other phase has left
     stats = {}
     # Gradients add up over chunks, to save memory. A minibatch of the policy phase has two.
     for mb, share in chunks(minibatch, args.chunk_size):
@@ -467,8 +467,8 @@ def train(args: Args, run: "Run"):
 #         clipped_errors = (mb["values"] + change - mb["targets"]).square()
 #         v_loss = 0.5 * torch.max(errors, clipped_errors).mean()
 #         return args.vf_coef * v_loss, {"value_loss": v_loss}
-# If it needs a number or a draw, train makes it and adds it to mb, (M, ...) or 0-dim: CUDA graphs
-# freeze Python's numbers, and a draw in a loss depends on --chunk-size.
+# If it needs a number or a draw, train makes a tensor of it, (M, ...) or 0-dim, and adds it to mb:
+# CUDA graphs freeze Python's numbers, and a draw in a loss depends on --chunk-size.
 # The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
 # To store more of rollout in B, name it: make_buffer(..., values=torch.empty((T, N))).
 # A gymnasium environment: change Game, make_envs, make_eval_envs, check. Vector environments must
@@ -476,7 +476,7 @@ def train(args: Args, run: "Run"):
 # At a time limit, add gamma V(infos["final_obs"]) to normalized_rewards, not to raw_rewards.
 # State for later iterations: add it to shared, if equal on all ranks, or to per_rank. Change it
 # before run.save, and tensors, weights too, in place: c *= 2, not c = c * 2. Args are frozen.
-# Decide by the means in row, equal on all ranks. If ranks decide differently, they wait for ever.
+# Decide by mean_stats, equal on all ranks: ranks that decide differently wait until a timeout.
 
 
 # ---- 5 Environment, episodes, evaluation: from here on, plumbing ----
@@ -771,7 +771,7 @@ class Run:
         for name, x in shared.items():
             torch.save(x, file := io.BytesIO())
             is_same = len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1
-            require(is_same, f"{name} differs between ranks: average it, or keep it per_rank")
+            require(is_same, f"{name} differs between ranks: gather what it is made of")
         if RANK == 0:
             weights = {name: x.contiguous() for name, x in shared["agent"].items()}
             state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}

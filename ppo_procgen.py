@@ -633,7 +633,7 @@ class Run:
         for name, x in shared.items():
             torch.save(x, file := io.BytesIO())
             is_same = len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1
-            require(is_same, f"{name} differs between ranks: average it, or keep it per_rank")
+            require(is_same, f"{name} differs between ranks: gather what it is made of")
         if RANK == 0:
             weights = {name: x.contiguous() for name, x in shared["agent"].items()}
             state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
