@@ -226,8 +226,8 @@ class Agent(nn.Module):
         values = self.value_head(value_features).squeeze(-1)
         return Outputs(pi=Policy(self.policy_head(features)), aux_values=aux_values, values=values)
 
-    def policy(self, obs, bf16=False):
-        return Policy(self.policy_head(self.policy_encoder(obs, bf16)))
+    def logits(self, obs, bf16=False):
+        return self.policy_head(self.policy_encoder(obs, bf16))
 
 
 # ---- 3 Estimates, losses, gradient step ----
@@ -434,7 +434,7 @@ def train(args: Args, run: "Run"):
             # [PPG-5] pi_old on all of B is the policy as it is now, not the one that acted.
             with torch.no_grad():
                 parts = buffer["obs"].flatten(0, 1).split(args.chunk_size)
-                old_logits = torch.cat([agent.policy(x.to(device), bf16).logits for x in parts])
+                old_logits = torch.cat([agent.logits(x.to(device), bf16) for x in parts])
             old_logits = old_logits.view(T, args.n_iteration * N, -1).to(buffer["obs"].device)
             aux_batch = buffer | {"old_logits": old_logits}  # (T, N_pi * N, ...)
             stats = {}
