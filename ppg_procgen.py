@@ -1,16 +1,17 @@
 """Phasic Policy Gradient (Cobbe et al., 2021, https://arxiv.org/abs/2009.04416) on Procgen.
 
-    python ppg_procgen.py --env-id starpilot    # then: python benchmark/evaluate.py runs/RUN
+    python ppg_procgen.py --env-id starpilot
 
-See it learn in 10 to 20 minutes on a CPU: return 7.7, and with --e-auxiliary 0, PPO alone, 3.9:
+In 10 to 20 minutes on a CPU, one network learns one level: its mean return rises to 7.7, and to 3.9
+without the auxiliary phase (--e-auxiliary 0):
     python ppg_procgen.py --num-levels 1 --arch detach --num-envs 16 --num-steps 64 --gamma 0.99 \
         --num-minibatches 4 --n-iteration 4 --e-auxiliary 2 --total-timesteps 65536
 
 PPG trains two networks, one for the policy and one for values, so that neither disturbs the other.
-For N_pi iterations, PPG is PPO. Then the auxiliary phase trains a second value head of the policy's
-network on the value targets of all these iterations, because features that predict values help the
-policy. Advantages never come from this head. A KL loss holds the policy to pi_old, the policy when
-the phase begins: that of a rollout would undo later learning. The value network is trained further.
+For N_pi iterations, PPG is PPO. Then comes an auxiliary phase: the policy's network learns the
+value targets of all these iterations by a second value head, because features that predict values
+help the policy. Advantages never come from this head. The value network learns the targets again.
+A KL loss holds the policy to pi_old, taken as the phase begins: an older one would undo learning.
 
 Each iteration, the policy phase                              in the code
     a rollout: T steps in each of N environments              act (one step)
@@ -21,14 +22,14 @@ After N_pi iterations, the auxiliary phase
     pi_old on all of B; E_aux epochs on L_joint + L_value     joint_loss, value_loss
 L_value = (V - V_targ)^2 / 2; L_joint = (V_aux - V_targ)^2 / 2 + beta_clone KL[pi_old, pi]
 
-To learn PPG, read sections 2 to 4 and stop. With one process, gather(x) is x, and average_grads
-does nothing. S: entropy; M samples, A actions. [PPG-k]: a detail that is easily missed.
+To learn PPG, read sections 2 to 4. S is entropy; M counts samples, A actions. [PPG-k] marks what is
+easily missed. Only with several processes do gather and average_grads do anything.
 """
 
 # /// script
 # requires-python = ">=3.10,<3.14"
 # dependencies = [
-#   "torch>=2.6", "numpy", "tyro>=0.9", "filelock", "tensorboard>=2.14", "wandb>=0.18",
+#   "torch>=2.6", "numpy", "tyro>=0.9", "filelock>=3.30", "tensorboard>=2.14", "wandb>=0.18",
 #   "gym==0.26.2; python_version < '3.13'", "gym-notices<0.1; python_version < '3.13'",
 #   "setuptools<81; python_version < '3.13'",
 #   "procgen==0.10.7; python_version < '3.11'", "procgen-gym==0.1.1; python_version >= '3.13'",
@@ -48,13 +49,14 @@ import sys
 import time
 import zlib
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group alive
+import torch.distributed.nn  # if torch imports it later, the process group never ends
 import torch.nn as nn
 import tyro
 from filelock import FileLock
@@ -69,15 +71,13 @@ NUM_LEVELS = 2**31 - 1  # Procgen's, counted from 0
 
 
 # ---- 1 Arguments ----
-Game = Literal[
-    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
-    "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
-]  # fmt: skip
+GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
+    maze miner ninja plunder starpilot""".split()
 
 
 @dataclass(frozen=True)
 class Args:
-    env_id: Game = "starpilot"  # Procgen game
+    env_id: Literal[tuple(GAMES)] = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
     seed: int = 1  # on a CPU, the same seed and threads give the same bits
     exp_name: str = Path(__file__).stem  # experiment's name
@@ -91,14 +91,13 @@ class Args:
     num_levels: int = 0  # training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: environments of each rank
-    env_threads: int = 16  # Procgen's threads; 16 are fast on two cores, too
+    env_threads: int = 16  # Procgen's threads; 16 are fast even on two cores
     # policy phase
     num_steps: int = 256  # T: steps of an environment in a rollout
     learning_rate: float = 5e-4  # Adam's, in the policy phase
-    anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # discount in RewardNormalizer, the authors'
+    reward_gamma: float = 0.99  # RewardNormalizer's discount, as in the authors' code
     num_minibatches: int = 8  # minibatches of an epoch of T * N samples
     e_policy: int = 1  # E_pi: policy epochs of an iteration
     e_value: int = 1  # E_V: value epochs of an iteration
@@ -106,7 +105,7 @@ class Args:
     kl_coef: float = 0.0  # beta_pi of a KL penalty; the paper's variant: --clip-coef 0 --kl-coef 1
     ent_coef: float = 0.01  # c: weight of the entropy bonus
     vf_coef: float = 1.0  # weight of L_value, in both phases
-    max_grad_norm: float = 0.0  # clip the gradient's norm; 0: no clipping
+    max_grad_norm: float = 0.0  # clip the norm of all gradients together; 0: no clipping
     # dual: two networks; detach: one, L_value trains its value head only; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
@@ -120,6 +119,8 @@ class Args:
     cuda_graphs: bool = False  # replay whole steps on a GPU; takes more memory
     compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
+    # what a resumed run may change
+    may_vary = "run_dir resume cuda compile cuda_graphs env_threads chunk_size eval_interval track"
 
     @property
     def device(self) -> str:
@@ -320,7 +321,7 @@ def act(agent, obs):
 
 def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch):
     """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
-    optimizer.zero_grad()  # also what the other phase has left
+    optimizer.zero_grad()  # also the gradients of losses that only the other phase has
     stats = {}
     # Gradients add up over chunks, to save memory. A minibatch of the policy phase has two.
     for mb, share in chunks(minibatch, args.chunk_size):
@@ -332,7 +333,6 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
             for name, x in loss_stats.items():
                 stats[name] = stats.get(name, 0.0) + share * x.detach()
         (share * total_loss).backward()
-        del out  # and activations that no loss has used
     average_grads(agent)  # over ranks
     max_norm = args.max_grad_norm or math.inf
     stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
@@ -348,10 +348,9 @@ def make_optimizer(agent, lr):
 # ---- 4 Training loop ----
 def train(args: Args, run: "Run"):
     """Algorithm 1 of the paper."""
-    T, N = args.num_steps, args.num_envs
-    device = torch.device(args.device)
+    T, N, device = args.num_steps, args.num_envs, args.device
     envs, first_obs = make_train_envs(args)
-    seed_everything(args.seed)  # all ranks make the same networks
+    torch.manual_seed(args.seed)  # all ranks make the same networks
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
     if args.compile:
         compile_encoders(agent)
@@ -371,13 +370,13 @@ def train(args: Args, run: "Run"):
 
     # For --resume alone: a resumed run gets back what changes from iteration to iteration.
     shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
-    optimizers = {"adam": optimizer, "value_adam": value_optimizer, "aux_adam": aux_optimizer}
+    shared |= {"adam": optimizer, "value_adam": value_optimizer, "aux_adam": aux_optimizer}
     per_rank = {"envs": envs, "next_obs": obs[T], "firsts": firsts}
-    run.restore(shared | optimizers, per_rank)
+    run.restore(shared, per_rank)
 
     # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...), B (256, 2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        row = begin_iteration(args, iteration, optimizers)  # seeds, learning rates
+        row = begin_iteration(args, iteration)  # seeds
         phase_ends = iteration % args.n_iteration == 0
 
         # ==== Policy phase: rollouts under pi ====
@@ -410,13 +409,11 @@ def train(args: Args, run: "Run"):
 
         # ==== Policy phase: E_pi epochs on L_clip + c S[pi], E_V epochs on L_value ====
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
-        policy_losses = (policy_loss,)
-        value_losses = (value_loss,)
         if args.e_policy == args.e_value:  # by default, each step is on the sum of both losses
-            epochs = [(optimizer, policy_losses + value_losses)] * args.e_policy
+            epochs = [(optimizer, (policy_loss, value_loss)) for _ in range(args.e_policy)]
         else:  # value epochs first, with an Adam of their own, as in the authors' code
-            epochs = [(value_optimizer, value_losses)] * args.e_value
-            epochs += [(optimizer, policy_losses)] * args.e_policy
+            epochs = [(value_optimizer, (value_loss,)) for _ in range(args.e_value)]
+            epochs += [(optimizer, (policy_loss,)) for _ in range(args.e_policy)]
         stats = {}
         for opt, losses in epochs:
             sample_inds = torch.randperm(T * N, device=device)
@@ -440,7 +437,7 @@ def train(args: Args, run: "Run"):
             stats = {}
             for epoch in range(args.e_auxiliary):  # on L_joint + L_value
                 print(f"auxiliary epoch {epoch + 1} of {args.e_auxiliary}", flush=True)
-                # [PPG-6] Minibatches are full rollouts, which CleanRL's page calls a gain
+                # [PPG-6] A minibatch holds whole rollouts, not single samples: the authors' choice.
                 rollout_inds = torch.randperm(args.n_iteration * N).to(buffer["obs"].device)
                 for inds in rollout_inds.view(-1, args.num_aux_rollouts):
                     mb = {k: x[:, inds].flatten(0, 1).to(device) for k, x in aux_batch.items()}
@@ -452,31 +449,32 @@ def train(args: Args, run: "Run"):
         # ==== Evaluate, log, save ====
         is_last = iteration == args.num_iterations
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
+            print("evaluating until each environment has ended an episode", flush=True)
             row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if is_last or phase_ends:  # at a phase's end B is used up: no checkpoint holds it
+        if is_last or phase_ends:  # the next phase overwrites B: a checkpoint need not hold it
             run.save(iteration)
 
 
 # ---- How to change it ----
-# A loss is a function f(agent, args, out, mb). Put it into its phase's tuple. This one clips values
-# as PPO2 does; it belongs in value_losses, since only the policy phase has mb["values"].
+# A loss is a function f(agent, args, out, mb): name it in the tuples of its phase. This one clips
+# values as PPO2 does. It is for the policy phase, since B has no mb["values"].
 #     def clipped_value_loss(agent, args, out, mb):
 #         change = (out.values - mb["values"]).clamp(-args.clip_coef, args.clip_coef)
 #         errors = (out.values - mb["targets"]).square()
 #         clipped_errors = (mb["values"] + change - mb["targets"]).square()
 #         v_loss = 0.5 * torch.max(errors, clipped_errors).mean()
 #         return args.vf_coef * v_loss, {"value_loss": v_loss}
-# If it needs a number or a draw, train makes a tensor of it, (M, ...) or 0-dim, and adds it to mb:
-# CUDA graphs freeze Python's numbers, and a draw in a loss depends on --chunk-size.
-# The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
+# Numbers and random draws that a loss needs are made in train, as tensors (M, ...) or 0-dim in mb.
+# In the loss, CUDA graphs would freeze numbers, and draws would depend on --chunk-size.
 # To store more of rollout in B, name it: make_buffer(..., values=torch.empty((T, N))).
-# A gymnasium environment: change Game, make_envs, make_eval_envs, check. Vector environments must
-# reset themselves by SAME_STEP, not the default; --resume needs their state_dict, load_state_dict.
-# At a time limit, add gamma V(infos["final_obs"]) to normalized_rewards, not to raw_rewards.
-# State for later iterations: add it to shared, if equal on all ranks, or to per_rank. Change it
-# before run.save, and tensors, weights too, in place: c *= 2, not c = c * 2. Args are frozen.
-# Decide by mean_stats, equal on all ranks: ranks that decide differently wait until a timeout.
+# The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
+# An environment of gymnasium: change env_id, make_envs, make_eval_envs, check. It must reset itself
+# by SAME_STEP, not the default, and have state_dict and load_state_dict for --resume. At a time
+# limit, add gamma V(infos["final_obs"]) to normalized_rewards, not to raw_rewards.
+# What changes from iteration to iteration belongs in shared, if all ranks have the same, or in
+# per_rank. Change it before run.save. Change tensors in place, or the old one is saved: c *= 2.
+# Ranks that decide differently wait for each other: decide by mean_stats, the same on all ranks.
 
 
 # ---- 5 Environment, episodes, evaluation: from here on, plumbing ----
@@ -545,7 +543,7 @@ class EpisodeStatistics:
 
 
 def make_train_envs(args):
-    seed = args.seed * NUM_RANKS + RANK  # no two ranks or seeds share an environment's seed
+    seed = (args.seed * NUM_RANKS + RANK) % NUM_LEVELS  # ranks and seeds share no environment
     envs = make_envs(args, seed, args.start_level, args.num_levels)
     obs, _ = envs.reset(seed=seed * args.num_envs)  # in gymnasium, environment i adds i
     return envs, torch.from_numpy(obs)
@@ -553,7 +551,7 @@ def make_train_envs(args):
 
 def make_eval_envs(args):
     unseen = args.start_level + args.num_levels  # the first level after training's
-    return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
+    return make_envs(args, (-1 - args.seed) % NUM_LEVELS, unseen, NUM_LEVELS - unseen)
 
 
 @torch.no_grad()
@@ -586,7 +584,6 @@ def set_up_device(args):
 
 
 def compile_encoders(agent):
-    print("compiling: a minute or two, for PPG twice", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
         if not isinstance(module, nn.Linear):
@@ -639,7 +636,7 @@ def make_buffer(args, **examples):
         fits = args.device != "cpu" and size < torch.cuda.mem_get_info()[0] / 2  # what is free
         device = args.device if fits else "cpu"
         print(f"the buffer B: {size / 1e9:.1f} GB on {device}", flush=True)
-        for name, x in examples.items():  # written, so that missing memory shows now
+        for name, x in examples.items():  # written at once: if memory is missing, it fails now
             shape = (len(x), args.n_iteration * args.num_envs, *x.shape[2:])
             buffer[name] = torch.full(shape, 0, dtype=x.dtype, device=device)
     return buffer
@@ -654,22 +651,13 @@ def store(buffer, rollout, i):
         x[:, i * N : (i + 1) * N] = part
 
 
-def seed_everything(seed):
-    np.random.seed(seed)
+def begin_iteration(args, iteration):
+    """Seeds of its draws, so that a resumed run draws alike. Returns the row to log."""
+    seed = hash((args.seed, RANK, iteration)) % 2**32  # ranks draw differently
     torch.manual_seed(seed)
-
-
-def begin_iteration(args, iteration, optimizers):
-    """Seeds, with which a resumed run draws alike, and learning rates. Returns the row to log."""
-    seed_everything(hash((args.seed, RANK, iteration)) % 2**32)  # ranks draw differently
-    fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
-    for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-            group["lr"] = torch.as_tensor(group["lr"], device=group["params"][0].device)
-            group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
-    row = {"iteration": iteration, "charts/learning_rate": fraction * args.learning_rate}
-    return row | {"global_step": iteration * NUM_RANKS * args.num_envs * args.num_steps}
+    np.random.seed(seed)
+    global_step = iteration * NUM_RANKS * args.num_envs * args.num_steps
+    return {"iteration": iteration, "global_step": global_step}
 
 
 def all_ranks(x):
@@ -681,6 +669,11 @@ def all_ranks(x):
 
 def gather(x):
     return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
+
+
+def require_equal(name, x):
+    torch.save(x, file := io.BytesIO())
+    require(len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1, f"{name} differs between ranks")
 
 
 def average_grads(agent):
@@ -700,7 +693,7 @@ def add_stats(stats, step_stats):
 
 
 def mean_stats(stats, prefix: str):
-    """Means over updates and ranks. A KL's first value, before pi has changed, is about 0."""
+    """Means over updates and ranks, and a KL's first value, this rank's: about 0, as pi is new."""
     means = {}
     for name, (number, total, first) in stats.items():
         means[prefix + name] = torch.stack(all_ranks(total.cpu() / number)).mean()
@@ -713,6 +706,7 @@ def mean_stats(stats, prefix: str):
 class Run:
     def __init__(self, args):
         self.folder = Path(args.run_dir)
+        self.begin(args)
         self.saved = {"iteration": 0, "rows": []}
         if (self.folder / "checkpoint.pt").exists():
             self.saved = torch.load(self.folder / "checkpoint.pt", "cpu", weights_only=True)
@@ -729,12 +723,30 @@ class Run:
             step = self.rows[-1]["global_step"] + 1 if self.rows else 0
             self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step)
 
+    def begin(self, args):
+        """Record what the run begins with. What it continues with must be the same."""
+        script, record = self.folder / Path(__file__).name, self.folder / "args.json"
+        about = {"args": asdict(args) | {"num_ranks": NUM_RANKS}, "device": args.device}
+        about |= {"threads": torch.get_num_threads(), "python": sys.version}
+        about["packages"] = {x.name: x.version for x in metadata.distributions()}
+        if record.exists():
+            is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
+            require(is_same, f"this script differs from {script}: run that, or replace it")
+            now = json.loads(json.dumps(about["args"]))
+            for name, x in json.loads(record.read_text())["args"].items():
+                is_same = now.get(name) == x or name in args.may_vary.split()
+                require(is_same, f"{name} was {x} when the run began: it cannot change")
+        elif RANK == 0:
+            shutil.copy(__file__, script)
+            (self.folder / "tmp").write_text(json.dumps(about, indent=2))
+            os.replace(self.folder / "tmp", record)
+
     def restore(self, shared, per_rank):
         """From now on, save these tensors and objects. In a resumed run, first restore them."""
         self.shared = shared
         self.per_rank = per_rank
         if self.iteration == 0:
-            return self.save(0)  # what cannot be saved fails now
+            return self.save(0)  # if something cannot be saved, it fails now
         saved = self.saved["shared"] | self.saved["ranks"][RANK]
         for name, x in (shared | per_rank).items():
             set_state(x, saved[name])
@@ -769,9 +781,7 @@ class Run:
         ranks = all_ranks({name: get_state(x) for name, x in self.per_rank.items()})
         shared = {name: get_state(x) for name, x in self.shared.items()}
         for name, x in shared.items():
-            torch.save(x, file := io.BytesIO())
-            is_same = len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1
-            require(is_same, f"{name} differs between ranks: gather what it is made of")
+            require_equal(name, x)
         if RANK == 0:
             weights = {name: x.contiguous() for name, x in shared["agent"].items()}
             state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
@@ -783,10 +793,10 @@ class Run:
 def get_state(x):
     if isinstance(x, Tensor):
         return x.cpu().clone()
-    state = x.state_dict() if hasattr(x, "state_dict") else vars(x)
+    state = x.state_dict() if hasattr(x, "state_dict") else x.__dict__
     torch.save(state, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, "cpu", weights_only=True)  # what cannot be loaded fails now
+    return torch.load(file, "cpu", weights_only=True)  # if it cannot be loaded, it fails now
 
 
 def set_state(x, state):
@@ -795,7 +805,7 @@ def set_state(x, state):
     elif hasattr(x, "load_state_dict"):
         x.load_state_dict(state)
     else:
-        vars(x).update(state)
+        x.__dict__.update(state)
 
 
 def require(condition, message):
@@ -805,13 +815,13 @@ def require(condition, message):
 
 
 def check(args):
-    require(args.run_dir, "run_dir is empty: parse_args sets it, also to resume")
-    require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
-    require(args.env_id in get_args(Game), f"env_id must be one of {get_args(Game)}")
-    counts = "num_envs num_steps num_minibatches n_iteration chunk_size num_aux_rollouts"
-    for name in counts.split():
-        require(getattr(args, name) > 0, f"{name} must be at least 1")
-    require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, f"seeds: 0 to {NUM_LEVELS // NUM_RANKS - 1}")
+    require(args.env_id in GAMES, f"env_id must be one of {GAMES}")
+    counts = "num_envs num_steps num_minibatches e_policy e_value n_iteration num_aux_rollouts"
+    for name, x in asdict(args).items():
+        if isinstance(x, int | float):
+            low = 1 if name in counts.split() else 0
+            high = 1 if name in ("gamma", "gae_lambda", "reward_gamma") else math.inf
+            require(math.isfinite(x) and low <= x <= high, f"{name} must be from {low} to {high}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     samples = args.num_envs * args.num_steps
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
@@ -819,7 +829,8 @@ def check(args):
     rollouts = args.n_iteration * args.num_envs if args.num_phases > 0 else 0
     require(rollouts % args.num_aux_rollouts == 0, f"num_aux_rollouts must divide {rollouts}")
     on_gpu = args.device != "cpu"
-    require(on_gpu or not (args.compile or args.cuda_graphs), "--compile and --cuda-graphs: no GPU")
+    needs_gpu = args.compile or args.cuda_graphs or (args.cuda and shutil.which("nvidia-smi"))
+    require(on_gpu or not needs_gpu, "no GPU: see README, or set no cuda, compile, cuda_graphs")
     is_old = on_gpu and torch.cuda.get_device_capability(args.device) < (8, 0)
     require(not is_old or args.aux_dtype == "float32", "this GPU has no bfloat16")
 
@@ -827,52 +838,39 @@ def check(args):
 def parse_args():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.resume is None:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        return replace(args, run_dir=args.run_dir or f"runs/{name}")
+        return args
     record = Path(args.resume, "args.json")
     require(record.exists(), f"--resume: {args.resume!r} is not a run folder")
-    script = Path(args.resume, Path(__file__).name)
-    is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
-    require(is_same, f"this script differs from the copy in {args.resume}: run that, or replace it")
-    saved = json.loads(record.read_text())
-    require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
-    default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
-    args = tyro.cli(Args, default=default)
-    may_change = set("cuda compile cuda_graphs env_threads chunk_size eval_interval track".split())
-    changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - may_change
-    require(not changed, f"these settings cannot change: {', '.join(sorted(changed))}")
-    return args
+    saved = json.loads(record.read_text())["args"] | {"resume": args.resume, "run_dir": args.resume}
+    return tyro.cli(Args, default=Args(**{x: saved[x] for x in asdict(args) if x in saved}))
 
 
 def main(args):
+    """Begin the run in the folder args.run_dir, or continue it."""
     global act, gradient_step  # with --cuda-graphs, CUDA graphs of them while it trains
     check(args)
-    if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
-        print("torch finds no GPU: driver too old? See README")
+    if not args.run_dir:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        args = replace(args, run_dir=f"runs/{name}")
     if RANK > 0:
-        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
+        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     folder = Path(args.run_dir)
-    with FileLock(folder / f"lock{RANK}", timeout=0):  # if no other process has it
-        if RANK == 0 and args.resume is None:
-            require({x.name[:4] for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
-            about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
-            shutil.copy(__file__, folder)
-            (folder / "args.json").write_text(json.dumps(about, indent=2))
+    with FileLock(folder / f"lock{RANK}", timeout=0, fallback_to_soft=False):
         set_up_device(args)
         run = Run(args)
         plan = f"{args.num_iterations} iterations, {args.num_phases or 'no'} auxiliary phases"
         print(f"{folder}: {plan}, {run.iteration} done, on {args.device}", flush=True)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
+        same = replace(args, run_dir=""), Path(__file__).read_bytes(), run.iteration
+        require_equal("flags, script or iteration", same)
         plain = act, gradient_step
-        try:
-            if args.cuda_graphs:
-                act, gradient_step = CudaGraphs(act), CudaGraphs(gradient_step)
-            train(args, run)
-        finally:
-            act, gradient_step = plain
+        if args.cuda_graphs:
+            act, gradient_step = CudaGraphs(act), CudaGraphs(gradient_step)
+        train(args, run)
+        act, gradient_step = plain
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # NCCL waits for CUDA graphs: they are gone
+            dist.destroy_process_group()  # after the CUDA graphs are gone, for which NCCL waits
     print(f"{folder} is finished")
 
 

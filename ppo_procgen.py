@@ -11,7 +11,7 @@ ranks.
 # /// script
 # requires-python = ">=3.10,<3.14"
 # dependencies = [
-#   "torch>=2.6", "numpy", "tyro>=0.9", "filelock", "tensorboard>=2.14", "wandb>=0.18",
+#   "torch>=2.6", "numpy", "tyro>=0.9", "filelock>=3.30", "tensorboard>=2.14", "wandb>=0.18",
 #   "gym==0.26.2; python_version < '3.13'", "gym-notices<0.1; python_version < '3.13'",
 #   "setuptools<81; python_version < '3.13'",
 #   "procgen==0.10.7; python_version < '3.11'", "procgen-gym==0.1.1; python_version >= '3.13'",
@@ -31,13 +31,14 @@ import sys
 import time
 import zlib
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # imported later, it would keep the process group alive
+import torch.distributed.nn  # if torch imports it later, the process group never ends
 import torch.nn as nn
 import tyro
 from filelock import FileLock
@@ -52,15 +53,13 @@ NUM_LEVELS = 2**31 - 1  # Procgen's, counted from 0
 
 
 # ---- 1 Arguments ----
-Game = Literal[
-    "bigfish", "bossfight", "caveflyer", "chaser", "climber", "coinrun", "dodgeball", "fruitbot",
-    "heist", "jumper", "leaper", "maze", "miner", "ninja", "plunder", "starpilot",
-]  # fmt: skip
+GAMES = """bigfish bossfight caveflyer chaser climber coinrun dodgeball fruitbot heist jumper leaper
+    maze miner ninja plunder starpilot""".split()
 
 
 @dataclass(frozen=True)
 class Args:
-    env_id: Game = "starpilot"  # Procgen game
+    env_id: Literal[tuple(GAMES)] = "starpilot"  # Procgen game
     total_timesteps: int = 25_000_000  # environment steps of all ranks
     seed: int = 1  # on a CPU, the same seed and threads give the same bits
     exp_name: str = Path(__file__).stem  # experiment's name
@@ -75,11 +74,10 @@ class Args:
     num_levels: int = 0  # training levels; 0: all
     start_level: int = 0  # first training level
     num_envs: int = 64  # N: environments of each rank
-    env_threads: int = 16  # Procgen's threads; 16 are fast on two cores, too
+    env_threads: int = 16  # Procgen's threads; 16 are fast even on two cores
     # optimization
     num_steps: int = 256  # T: steps of an environment in a rollout
     learning_rate: float = 5e-4  # Adam's learning rate
-    anneal_lr: bool = False  # anneal learning rates linearly to zero
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
     reward_gamma: float = 0.99  # RewardNormalizer's discount, as the authors'
@@ -94,6 +92,9 @@ class Args:
     cuda_graphs: bool = False  # replay whole steps on a GPU; takes more memory
     compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
+    # what a resumed run may change
+    may_vary = "run_dir resume cuda compile cuda_graphs env_threads chunk_size eval_interval track"
+    may_vary += " checkpoint_interval"
 
     @property
     def device(self) -> str:
@@ -273,7 +274,6 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
             for name, x in loss_stats.items():
                 stats[name] = stats.get(name, 0.0) + share * x.detach()
         (share * total_loss).backward()
-        del out  # and activations that no loss has used
     average_grads(agent)  # over ranks
     max_norm = args.max_grad_norm or math.inf
     stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
@@ -288,10 +288,9 @@ def make_optimizer(agent, lr):
 # ---- 4 Training loop ----
 def train(args: Args, run: "Run"):
     """PPO."""
-    T, N = args.num_steps, args.num_envs
-    device = torch.device(args.device)
+    T, N, device = args.num_steps, args.num_envs, args.device
     envs, first_obs = make_train_envs(args)
-    seed_everything(args.seed)  # all ranks make the same networks
+    torch.manual_seed(args.seed)  # all ranks make the same networks
     agent = Agent(args, envs).to(device, memory_format=torch.channels_last)
     if args.compile:
         compile_encoders(agent)
@@ -307,13 +306,13 @@ def train(args: Args, run: "Run"):
 
     # For --resume alone: a resumed run gets back what changes from iteration to iteration.
     shared = {"agent": agent, "episodes": episodes, "reward_normalizer": reward_normalizer}
-    optimizers = {"adam": optimizer}
+    shared["adam"] = optimizer
     per_rank = {"envs": envs, "next_obs": obs[T], "firsts": firsts}
-    run.restore(shared | optimizers, per_rank)
+    run.restore(shared, per_rank)
 
     # By default: rollout (256, 64, ...), batch (16384, ...), mb (2048, ...)
     for iteration in range(run.iteration + 1, args.num_iterations + 1):
-        row = begin_iteration(args, iteration, optimizers)  # seeds, learning rates
+        row = begin_iteration(args, iteration)  # seeds
 
         # ==== Rollouts under pi ====
         obs[0] = obs[T]
@@ -358,6 +357,7 @@ def train(args: Args, run: "Run"):
         # ==== Evaluate, log, save ====
         is_last = iteration == args.num_iterations
         if RANK == 0 and args.eval_interval and (is_last or iteration % args.eval_interval == 0):
+            print("evaluating until each environment has ended an episode", flush=True)
             row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
         if is_last or iteration % args.checkpoint_interval == 0:
@@ -430,7 +430,7 @@ class EpisodeStatistics:
 
 
 def make_train_envs(args):
-    seed = args.seed * NUM_RANKS + RANK  # no two ranks or seeds share an environment's seed
+    seed = (args.seed * NUM_RANKS + RANK) % NUM_LEVELS  # ranks and seeds share no environment
     envs = make_envs(args, seed, args.start_level, args.num_levels)
     obs, _ = envs.reset(seed=seed * args.num_envs)  # in gymnasium, environment i adds i
     return envs, torch.from_numpy(obs)
@@ -438,7 +438,7 @@ def make_train_envs(args):
 
 def make_eval_envs(args):
     unseen = args.start_level + args.num_levels  # the first level after training's
-    return make_envs(args, NUM_LEVELS - args.seed, unseen, NUM_LEVELS - unseen)
+    return make_envs(args, (-1 - args.seed) % NUM_LEVELS, unseen, NUM_LEVELS - unseen)
 
 
 @torch.no_grad()
@@ -471,7 +471,6 @@ def set_up_device(args):
 
 
 def compile_encoders(agent):
-    print("compiling: a minute or two, for PPG twice", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
         if not isinstance(module, nn.Linear):
@@ -516,22 +515,13 @@ def chunks(minibatch, size):
         yield chunk, len(chunk["obs"]) / mb_size
 
 
-def seed_everything(seed):
-    np.random.seed(seed)
+def begin_iteration(args, iteration):
+    """Seeds of its draws, so that a resumed run draws alike. Returns the row to log."""
+    seed = hash((args.seed, RANK, iteration)) % 2**32  # ranks draw differently
     torch.manual_seed(seed)
-
-
-def begin_iteration(args, iteration, optimizers):
-    """Seeds, with which a resumed run draws alike, and learning rates. Returns the row to log."""
-    seed_everything(hash((args.seed, RANK, iteration)) % 2**32)  # ranks draw differently
-    fraction = 1 - (iteration - 1) / args.num_iterations if args.anneal_lr else 1.0
-    for optimizer in optimizers.values():
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-            group["lr"] = torch.as_tensor(group["lr"], device=group["params"][0].device)
-            group["lr"].fill_(fraction * group["initial_lr"])  # in place, for CUDA graphs
-    row = {"iteration": iteration, "charts/learning_rate": fraction * args.learning_rate}
-    return row | {"global_step": iteration * NUM_RANKS * args.num_envs * args.num_steps}
+    np.random.seed(seed)
+    global_step = iteration * NUM_RANKS * args.num_envs * args.num_steps
+    return {"iteration": iteration, "global_step": global_step}
 
 
 def all_ranks(x):
@@ -543,6 +533,11 @@ def all_ranks(x):
 
 def gather(x):
     return torch.cat(all_ranks(x), 1)  # (T, N) of each, side by side; one rank: x
+
+
+def require_equal(name, x):
+    torch.save(x, file := io.BytesIO())
+    require(len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1, f"{name} differs between ranks")
 
 
 def average_grads(agent):
@@ -575,6 +570,7 @@ def mean_stats(stats, prefix: str):
 class Run:
     def __init__(self, args):
         self.folder = Path(args.run_dir)
+        self.begin(args)
         self.saved = {"iteration": 0, "rows": []}
         if (self.folder / "checkpoint.pt").exists():
             self.saved = torch.load(self.folder / "checkpoint.pt", "cpu", weights_only=True)
@@ -591,12 +587,30 @@ class Run:
             step = self.rows[-1]["global_step"] + 1 if self.rows else 0
             self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=step)
 
+    def begin(self, args):
+        """Record what the run begins with. What it continues with must be the same."""
+        script, record = self.folder / Path(__file__).name, self.folder / "args.json"
+        about = {"args": asdict(args) | {"num_ranks": NUM_RANKS}, "device": args.device}
+        about |= {"threads": torch.get_num_threads(), "python": sys.version}
+        about["packages"] = {x.name: x.version for x in metadata.distributions()}
+        if record.exists():
+            is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
+            require(is_same, f"this script differs from {script}: run that, or replace it")
+            now = json.loads(json.dumps(about["args"]))
+            for name, x in json.loads(record.read_text())["args"].items():
+                is_same = now.get(name) == x or name in args.may_vary.split()
+                require(is_same, f"{name} was {x} when the run began: it cannot change")
+        elif RANK == 0:
+            shutil.copy(__file__, script)
+            (self.folder / "tmp").write_text(json.dumps(about, indent=2))
+            os.replace(self.folder / "tmp", record)
+
     def restore(self, shared, per_rank):
         """From now on, save these tensors and objects. In a resumed run, first restore them."""
         self.shared = shared
         self.per_rank = per_rank
         if self.iteration == 0:
-            return self.save(0)  # what cannot be saved fails now
+            return self.save(0)  # if something cannot be saved, it fails now
         saved = self.saved["shared"] | self.saved["ranks"][RANK]
         for name, x in (shared | per_rank).items():
             set_state(x, saved[name])
@@ -631,9 +645,7 @@ class Run:
         ranks = all_ranks({name: get_state(x) for name, x in self.per_rank.items()})
         shared = {name: get_state(x) for name, x in self.shared.items()}
         for name, x in shared.items():
-            torch.save(x, file := io.BytesIO())
-            is_same = len(set(all_ranks(zlib.crc32(file.getvalue())))) == 1
-            require(is_same, f"{name} differs between ranks: gather what it is made of")
+            require_equal(name, x)
         if RANK == 0:
             weights = {name: x.contiguous() for name, x in shared["agent"].items()}
             state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
@@ -645,10 +657,10 @@ class Run:
 def get_state(x):
     if isinstance(x, Tensor):
         return x.cpu().clone()
-    state = x.state_dict() if hasattr(x, "state_dict") else vars(x)
+    state = x.state_dict() if hasattr(x, "state_dict") else x.__dict__
     torch.save(state, file := io.BytesIO())
     file.seek(0)
-    return torch.load(file, "cpu", weights_only=True)  # what cannot be loaded fails now
+    return torch.load(file, "cpu", weights_only=True)  # if it cannot be loaded, it fails now
 
 
 def set_state(x, state):
@@ -657,7 +669,7 @@ def set_state(x, state):
     elif hasattr(x, "load_state_dict"):
         x.load_state_dict(state)
     else:
-        vars(x).update(state)
+        x.__dict__.update(state)
 
 
 def require(condition, message):
@@ -667,71 +679,58 @@ def require(condition, message):
 
 
 def check(args):
-    require(args.run_dir, "run_dir is empty: parse_args sets it, also to resume")
-    require(0 <= RANK < NUM_RANKS, "RANK needs a WORLD_SIZE above it: use torchrun")
-    require(args.env_id in get_args(Game), f"env_id must be one of {get_args(Game)}")
-    counts = "num_envs num_steps num_minibatches update_epochs chunk_size checkpoint_interval"
-    for name in counts.split():
-        require(getattr(args, name) > 0, f"{name} must be at least 1")
-    require(0 <= args.seed < NUM_LEVELS // NUM_RANKS, f"seeds: 0 to {NUM_LEVELS // NUM_RANKS - 1}")
+    require(args.env_id in GAMES, f"env_id must be one of {GAMES}")
+    counts = "num_envs num_steps num_minibatches update_epochs checkpoint_interval chunk_size"
+    for name, x in asdict(args).items():
+        if isinstance(x, int | float):
+            low = 1 if name in counts.split() else 0
+            high = 1 if name in ("gamma", "gae_lambda", "reward_gamma") else math.inf
+            require(math.isfinite(x) and low <= x <= high, f"{name} must be from {low} to {high}")
     require(args.num_levels > 0 or args.start_level == 0, "start_level needs num_levels")
     samples = args.num_envs * args.num_steps
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
     on_gpu = args.device != "cpu"
-    require(on_gpu or not (args.compile or args.cuda_graphs), "--compile and --cuda-graphs: no GPU")
+    needs_gpu = args.compile or args.cuda_graphs or (args.cuda and shutil.which("nvidia-smi"))
+    require(on_gpu or not needs_gpu, "no GPU: see README, or set no cuda, compile, cuda_graphs")
 
 
 def parse_args():
     args = tyro.cli(Args, description=__doc__.split("\n")[0])
     if args.resume is None:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        return replace(args, run_dir=args.run_dir or f"runs/{name}")
+        return args
     record = Path(args.resume, "args.json")
     require(record.exists(), f"--resume: {args.resume!r} is not a run folder")
-    script = Path(args.resume, Path(__file__).name)
-    is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
-    require(is_same, f"this script differs from the copy in {args.resume}: run that, or replace it")
-    saved = json.loads(record.read_text())
-    require(NUM_RANKS == saved["num_ranks"], f"the run has {saved['num_ranks']} ranks")
-    default = Args(**saved["args"] | {"resume": args.resume, "run_dir": args.resume})
-    args = tyro.cli(Args, default=default)
-    may_change = "cuda compile cuda_graphs env_threads chunk_size eval_interval track"
-    may_change = {*may_change.split(), "checkpoint_interval"}
-    changed = {name for name, x in asdict(default).items() if getattr(args, name) != x} - may_change
-    require(not changed, f"these settings cannot change: {', '.join(sorted(changed))}")
-    return args
+    saved = json.loads(record.read_text())["args"] | {"resume": args.resume, "run_dir": args.resume}
+    return tyro.cli(Args, default=Args(**{x: saved[x] for x in asdict(args) if x in saved}))
 
 
 def main(args):
+    """Begin the run in the folder args.run_dir, or continue it."""
     global act, gradient_step  # with --cuda-graphs, CUDA graphs of them while it trains
     check(args)
-    if args.cuda and args.device == "cpu" and shutil.which("nvidia-smi"):
-        print("torch finds no GPU: driver too old? See README")
+    if not args.run_dir:
+        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        args = replace(args, run_dir=f"runs/{name}")
     if RANK > 0:
-        sys.stdout = open(os.devnull, "w")  # rank 0 speaks for all
+        sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     folder = Path(args.run_dir)
-    with FileLock(folder / f"lock{RANK}", timeout=0):  # if no other process has it
-        if RANK == 0 and args.resume is None:
-            require({x.name[:4] for x in folder.iterdir()} <= {"lock"}, f"{folder} is not empty")
-            about = {"args": asdict(args), "num_ranks": NUM_RANKS, "torch": torch.__version__}
-            shutil.copy(__file__, folder)
-            (folder / "args.json").write_text(json.dumps(about, indent=2))
+    with FileLock(folder / f"lock{RANK}", timeout=0, fallback_to_soft=False):
         set_up_device(args)
         run = Run(args)
         plan = f"{args.num_iterations} iterations, {run.iteration} done"
         print(f"{folder}: {plan}, on {args.device}", flush=True)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
+        same = replace(args, run_dir=""), Path(__file__).read_bytes(), run.iteration
+        require_equal("flags, script or iteration", same)
         plain = act, gradient_step
-        try:
-            if args.cuda_graphs:
-                act, gradient_step = CudaGraphs(act), CudaGraphs(gradient_step)
-            train(args, run)
-        finally:
-            act, gradient_step = plain
+        if args.cuda_graphs:
+            act, gradient_step = CudaGraphs(act), CudaGraphs(gradient_step)
+        train(args, run)
+        act, gradient_step = plain
         if NUM_RANKS > 1:
-            dist.destroy_process_group()  # NCCL waits for CUDA graphs: they are gone
+            dist.destroy_process_group()  # after the CUDA graphs are gone, for which NCCL waits
     print(f"{folder} is finished")
 
 

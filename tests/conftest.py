@@ -47,7 +47,7 @@ def level_seeds(envs) -> list[int]:
     """The level that each environment plays."""
     if sys.version_info < (3, 13):
         return [info["level_seed"] for info in envs.games.get_info()]
-    return envs.reset()[1]["level_seed"].tolist()
+    return envs._clib.observe()[3]["level_seed"].tolist()
 
 
 def train(script, args, small: bool = True) -> Path:
@@ -162,14 +162,17 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start_ranks(start):
-    """start_ranks(script, options, *flags) starts ranks, two unless told: what torchrun starts, without torchrun."""
+    """start_ranks(script, options, *flags) starts ranks, two unless told: what torchrun starts, without torchrun.
+    own: further flags of each rank."""
 
-    def start_ranks(*task, num_ranks: int = 2) -> list[Process]:
+    def start_ranks(*task, num_ranks: int = 2, own: list | None = None) -> list[Process]:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]  # free; a fixed one may be that of another session of pytest
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
-        numbers = map(str, range(num_ranks))
-        return [start(*task, RANK=rank, LOCAL_RANK=rank, **environment) for rank in numbers]
+        numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+        return [
+            start(*task, *flags, **environment, **x) for x, flags in zip(numbers, own or [[]] * num_ranks, strict=True)
+        ]
 
     return start_ranks
 
@@ -177,7 +180,7 @@ def start_ranks(start):
 @pytest.fixture(scope="session")
 def ranks(start_ranks):
     """ranks(script, options, *flags): the results of two ranks that run to their end."""
-    return lambda *task: [process.end() for process in start_ranks(*task)]
+    return lambda *task, **own: [process.end() for process in start_ranks(*task, **own)]
 
 
 def wait_for(condition, seconds: float = 100) -> None:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, make_agent, make_args, train
+from conftest import ROOT, make_agent
 
 import ppg_procgen
 import ppo_procgen
@@ -255,19 +255,3 @@ def test_a_coefficient_in_the_minibatch_reaches_losses_whole():
 
     with_coef = update_once(4, losses=(scaled, ppg_procgen.value_loss), coef=torch.tensor(1.0))
     torch.testing.assert_close(with_coef, update_once(4), atol=1e-6, rtol=1e-6)
-
-
-def test_each_parameter_group_has_a_learning_rate_of_its_own(tmp_path, monkeypatch):
-    """A second group, as somebody would add it: annealed like the first, from its own rate."""
-
-    def make_optimizer(agent, lr, original=ppg_procgen.make_optimizer):
-        optimizer = original(agent, lr)
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 0.4})
-        optimizers.append(optimizer)
-        return optimizer
-
-    optimizers = []
-    monkeypatch.setattr(ppg_procgen, "make_optimizer", make_optimizer)
-    train(ppg_procgen, make_args(ppg_procgen, tmp_path / "run", anneal_lr=True, learning_rate=1e-3))
-    rates = [[group["lr"].item() for group in optimizer.param_groups] for optimizer in optimizers]
-    assert rates == [pytest.approx([rate / 4, 0.1]) for rate in (1e-3, 1e-3, 5e-4)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, TINY_PPG, as_flags, interrupt, make_args, parse, read_rows, resume, same, train
+from conftest import TINY, TINY_PPG, as_flags, interrupt, make_args, read_rows, resume, same, train
 from filelock import FileLock, Timeout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -66,14 +66,12 @@ TARGETS["SummaryWriter.add_scalar"] = 40
 def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(tmp_path, trained, start, variant):
     (script, flags), rng = VARIANTS[variant], random.Random(variant)
     run_dir, codes = tmp_path / "killed", []
-    again = (TINY_PPG if script is ppg_procgen else TINY) | flags | {"run_dir": run_dir}
+    again = (TINY_PPG if script is ppg_procgen else TINY) | flags | {"run_dir": run_dir}  # the same command
     for target in ["shutil.copy", "os.replace", "gradient_step", *rng.sample(list(TARGETS), len(TARGETS))]:
         kill = {"target": target, "k": rng.randint(1, TARGETS[target]) if len(codes) > 2 else 1}
         result = start(script, {"kill": kill}, *as_flags(again)).end()
         codes.append(result.returncode)
         assert codes[-1] in (0, -signal.SIGKILL), (target, result.stderr)
-        if (run_dir / "args.json").exists():
-            again = {"resume": run_dir}
         age(run_dir)
     assert codes.count(-signal.SIGKILL) >= 4
     resume(script, run_dir)
@@ -97,8 +95,8 @@ def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks, second
     while kills < 30:
         run_dir, number, codes = tmp_path / f"killed{number}", number + 1, [None]
         while any(code != 0 for code in codes):
-            again = {"resume": run_dir} if (run_dir / "args.json").exists() else flags | {"run_dir": run_dir}
-            processes = start_ranks(ppg_procgen, {}, *as_flags(again), num_ranks=num_ranks)
+            again = as_flags(flags | {"run_dir": run_dir})
+            processes = start_ranks(ppg_procgen, {}, *again, num_ranks=num_ranks)
             processes[0].process.join(rng.uniform(*seconds))
             rng.choice(processes).process.kill()  # nothing, if it has ended
             results = [process.end(20) for process in processes]  # a rank that has not met the other waits for it
@@ -141,8 +139,8 @@ def test_an_edited_script_is_refused_until_it_is_the_one_in_the_folder(stopped, 
     mine.write_text(Path(ppg_procgen.__file__).read_text() + "\n")
     monkeypatch.setattr(ppg_procgen, "__file__", str(mine))
     with pytest.raises(SystemExit, match="2"):
-        parse(ppg_procgen, "--resume", stopped)
-    assert f"ppg_procgen.py: this script differs from the copy in {stopped}: run" in capsys.readouterr().err
+        resume(ppg_procgen, stopped)
+    assert f"ppg_procgen.py: this script differs from {stopped}/ppg_procgen.py: run" in capsys.readouterr().err
     shutil.copy(mine, stopped)
     assert same(resume(ppg_procgen, stopped), trained())
 
