@@ -274,6 +274,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
             for name, x in loss_stats.items():
                 stats[name] = stats.get(name, 0.0) + share * x.detach()
         (share * total_loss).backward()
+        del out  # and the activations of outputs that no loss has used
     average_grads(agent)  # over ranks
     max_norm = args.max_grad_norm or math.inf
     stats["grad_norm"] = nn.utils.clip_grad_norm_(agent.parameters(), max_norm)
@@ -471,6 +472,7 @@ def set_up_device(args):
 
 
 def compile_encoders(agent):
+    print("compiling: this takes a minute or two", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
         if not isinstance(module, nn.Linear):
@@ -706,12 +708,11 @@ def parse_args():
 
 
 def main(args):
-    """Begin the run in the folder args.run_dir, or continue it."""
+    """Begin a run in its folder, or continue it, if it has begun."""
     global act, gradient_step  # with --cuda-graphs, CUDA graphs of them while it trains
     check(args)
-    if not args.run_dir:
-        name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        args = replace(args, run_dir=f"runs/{name}")
+    name = f"{args.env_id}__{args.exp_name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    args = replace(args, run_dir=args.resume or args.run_dir or f"runs/{name}")
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # only rank 0 prints
     folder = Path(args.run_dir)

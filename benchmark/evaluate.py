@@ -63,6 +63,7 @@ def load_script(folder: Path, weights: dict):
         scripts = [x for x in files if {"Args", "Agent", "make_envs", "evaluate"} <= set(defined[x])]
         require(len(scripts) == 1, f"exactly one file of {folder} must define Args, Agent, make_envs, evaluate")
         path = scripts[0]
+    sys.path.append("")  # a copy may import a module of the folder where it was started
     spec = importlib.util.spec_from_file_location("evaluated_script", path)
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # dataclasses look there for annotations that are strings
@@ -154,6 +155,7 @@ def summarize(rows: pd.DataFrame, r_min: float, r_max: float) -> dict:
 
 
 def main(args: Args):
+    require(args.episodes > 0, "--episodes must be at least 1")
     path = args.path
     if path.is_dir():  # a checkpoint tells the iteration
         path /= "checkpoint.pt" if (path / "checkpoint.pt").exists() else "agent.pt"

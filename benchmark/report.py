@@ -153,7 +153,7 @@ def describe_run(folder: Path, path: str, record: dict, rows: pd.DataFrame) -> d
     options = {flag: str(value) for flag, value in (args | {"num_ranks": num_ranks}).items() if flag not in same}
     run.update(own=True, group=args["exp_name"], run=path, options=options, planned_step=num_iterations * batch_size)
     run.update(last_step=rows.global_step.max(), seconds=rows.wall_time.max(), commit=record.get("commit"))
-    copies = [file.read_text() for file in sorted(folder.glob("*.py"))]
+    copies = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))]
     return run | {"script": "\n".join(copies) or None}
 
 
@@ -459,7 +459,7 @@ def main(args: Args) -> None:
         published = references[(references[SETTING] == setting).all(axis=1) & references.env_id.isin(own.env_id)]
         text += report_setting(args, setting_runs, pd.concat([own, published]), notes)
     text += ["## Notes", *(f"- {note}" for note in notes)]
-    (args.out / "report.md").write_text("\n\n".join(text) + "\n")
+    (args.out / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     print(*notes, f"wrote {args.out}", sep="\n")
 
 

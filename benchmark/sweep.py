@@ -56,7 +56,7 @@ def say(text: str) -> None:
 class Run:
     def __init__(self, folder: Path, name: str, command: list[str]) -> None:
         self.name = name
-        self.command = command  # without --run-dir or --resume: the folder may move
+        self.command = command  # without --run-dir: the folder may move
         self.run_dir = folder / "runs" / name
         self.log_file = folder / "logs" / f"{name}.log"
         self.attempts = 0
@@ -64,11 +64,10 @@ class Run:
     def is_finished(self) -> bool:
         """With these very flags. Of a run with others, the script must say whether it accepts them."""
         marker = self.run_dir / "finished"
-        return marker.exists() and marker.read_text() == shlex.join(self.command)
+        return marker.exists() and marker.read_text("utf-8") == shlex.join(self.command)
 
     def argv(self) -> list[str]:
-        has_begun = (self.run_dir / "args.json").exists()
-        return [*self.command, "--resume" if has_begun else "--run-dir", str(self.run_dir)]
+        return [*self.command, "--run-dir", str(self.run_dir)]  # the script continues a run that has begun
 
     def start(self, slot: str | None) -> None:
         self.slot = slot
@@ -77,7 +76,7 @@ class Run:
         environment = os.environ | {"PYTHONUNBUFFERED": "1"}  # else the last words of a killed run are lost
         if slot is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot
-        with open(self.log_file, "a") as log:
+        with open(self.log_file, "a", encoding="utf-8") as log:
             print(f"=== {time.strftime('%F %T')} {os.uname().nodename}:", shlex.join(self.argv()), file=log, flush=True)
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
             # a new session: kill() reaches all its processes
@@ -92,7 +91,7 @@ class Run:
 
     def result(self) -> str:
         code = self.process.returncode  # -9: killed by signal 9
-        log = self.log_file.read_text(errors="replace").rpartition("\n=== ")[2]
+        log = self.log_file.read_text("utf-8", "replace").rpartition("\n=== ")[2]
         box = re.findall(r"^│ (\w.*?) *│$", log, re.MULTILINE)  # tyro's: its first line says which flag is bad
         reason = box[0] if box else re.findall(r"\w.*", log)[-1]
         return f"exit code {code}: {reason}" if code else "finished"
@@ -119,6 +118,7 @@ def plan(args: Args) -> list[Run]:
         for exp_name, words in commands.items():
             for env_id in args.env_ids:
                 name = f"{env_id}__{exp_name}__{seed}".replace("/", "_")
+                require(name not in runs, f"two runs would share the folder {name}: choose another --exp-name")
                 runs[name] = Run(args.folder, name, [*words, "--env-id", env_id, "--seed", str(seed)])
     return list(runs.values())
 
@@ -151,7 +151,7 @@ def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]
                 slots.append(run.slot)
                 say(f"{run.name}: {run.result()}")
                 if run.process.returncode == 0:
-                    (run.run_dir / "finished").write_text(shlex.join(run.command))
+                    (run.run_dir / "finished").write_text(shlex.join(run.command), "utf-8")
                 elif run.process.returncode == 2 or run.attempts > retries:
                     failed.append(run)
                 else:

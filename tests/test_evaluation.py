@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import imageio_ffmpeg
@@ -202,10 +203,13 @@ def test_a_changed_copy_plays_as_its_evaluate(old, new, tmp_path, monkeypatch):
     assert episodes["return"].tolist() != evaluate()
 
 
-def test_other_environments_are_played_by_their_seeds_greedily_in_hard_mode_with_a_video(tmp_path):
-    make_run(tmp_path, "import argparse\n" + SOURCE + ENVS, env_id="Other-v0")
+def test_other_environments_are_played_by_their_seeds_greedily_in_hard_mode_with_a_video(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my_module.py").touch()  # in the folder where the copy was started
+    Path("run").mkdir()
+    make_run(tmp_path / "run", "import argparse\nimport my_module\n" + SOURCE + ENVS, env_id="Other-v0")
     out = tmp_path / "12:30"
-    episodes, summary = command(tmp_path, *"--greedy --levels 12:15 --modes hard --video --out".split(), out)
+    episodes, summary = command(tmp_path / "run", *"--greedy --levels 12:15 --modes hard --video --out".split(), out)
     rows = episodes.sort_values("level")[["level", "length", "return"]]
     assert rows.values.tolist() == [[12, 1, 2], [13, 2, 4], [14, 3, 6]]
     assert summary["score"].isna().all()
@@ -225,6 +229,7 @@ BAD = {
     "--env-id maze --levels test": "none are unseen",
     "--env-id maze --levels 5:3": "no such levels",
     "--env-id maze --out out": "choose another --out",  # results are never replaced
+    "--env-id maze --episodes 0": "--episodes must be at least 1",
     "--env-id maze": "one file of",
     "": "add --env-id",
 }

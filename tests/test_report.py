@@ -1,8 +1,11 @@
 """benchmark/report.py: its numbers against scipy, rliable and published figures, its groups, and odd or broken runs."""
 
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +201,15 @@ def test_different_scripts_in_a_group_are_said(tmp_path):
         args.write_text(args.read_text().replace("abc", script))
     for note, run in zip(report.load_runs((tmp_path,))[2], ["old miner", "ppg_procgen maze"], strict=True):
         assert note.startswith("2 different scripts") and note.endswith(f"than most runs: {run} seed 1 (at 1,638,400)")
+
+
+@pytest.mark.slow
+def test_a_page_is_utf_8_in_any_locale(tmp_path):
+    write_run(tmp_path / "runs", "maze", "β")
+    command = [sys.executable, "benchmark/report.py", tmp_path / "runs", "--out", tmp_path / "out"]
+    ascii_locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run(command, cwd=Path(report.__file__).parents[1], env=os.environ | ascii_locale, check=True)
+    assert "β" in (tmp_path / "out" / "report.md").read_text("utf-8")
 
 
 def test_a_page_on_many_levels(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import gc
 import inspect
+import shutil
 import subprocess
 from dataclasses import replace
 
@@ -300,7 +301,9 @@ def test_no_tensor_outlives_its_update(script, monkeypatch, run):
 
 
 def test_short_runs_and_their_speed(tmp_path):
-    short_run = throughput.short_run("python no/my_ppg.py --compile")  # a copy of PPG
-    assert short_run == "python no/my_ppg.py --total-timesteps 98304 --n-iteration 1 --compile".split()
+    for name, flags in (("ppg_procgen", ["--n-iteration", "4"]), ("ppo_procgen", [])):  # copies may have any name
+        script = str(shutil.copy(ROOT / f"{name}.py", tmp_path / "my copy.py"))
+        short_run = throughput.short_run(f"python '{script}' --compile")
+        assert short_run == ["python", script, "--total-timesteps", "131072", *flags, "--compile"]
     (tmp_path / "metrics.csv").write_text("global_step,wall_time\n100,50\n200,60\n300,70\n")  # the first warms up
     assert throughput.steps_per_second(tmp_path) == 10

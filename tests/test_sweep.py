@@ -20,18 +20,19 @@ FAKE = """
 for word; do
     case $flag in
         --env-id) game=${word##*/} game=${game%.*} ;;
-        --run-dir | --resume) how=$flag run_dir=$word ;;
+        --run-dir) run_dir=$word ;;
     esac
     flag=$word
 done
+[ -e "$run_dir/args.json" ] && how=continues || how=begins
 echo "$game $how ${CUDA_VISIBLE_DEVICES-unset} ${OMP_NUM_THREADS-unset}" >>starts
 exec 9>"lock.${CUDA_VISIBLE_DEVICES-$game}"
 flock --nonblock 9 || { echo locked; exit 1; }  # two runs share a GPU, or an attempt has left a process
-[ $how = --resume ] && [ "$1" = --size ] && { printf "%s\\n" "╭─ Error ─╮" "│ size cannot change │" ╰──╯; exit 2; }
+[ $how = continues ] && [ "$1" = --size ] && { printf "%s\\n" "╭─ Error ─╮" "│ size cannot change │" ╰──╯; exit 2; }
 mkdir -p "$run_dir"
 touch "$run_dir/args.json"
 [ -e fixed ] || case $game in
-    flaky) [ $how = --resume ] || exit 1 ;;
+    flaky) [ $how = continues ] || exit 1 ;;
     crash) sleep 1000 & echo the GPU caught fire; exit 1 ;;
     waits)  # with a process in a session of its own, as torchrun has
         setsid sleep 1000 & trap "kill $!" EXIT; trap exit TERM
@@ -85,10 +86,10 @@ def test_one_crashes_the_others_go_on_and_the_same_call_completes():
     Path("fixed").touch()
     code, output = run("crash", "flaky", "fine", "ALE/fine")  # and a game more
     assert code == 0 and "all runs are finished" in output
-    assert starts(0)[5:] == ["crash", "fine"] and starts(1)[5:] == ["--resume", "--run-dir"]
+    assert starts(0)[5:] == ["crash", "fine"] and starts(1)[5:] == ["continues", "begins"]
     code, output = run("fine", command="train --size 3")  # no finished run; a bad argument is not tried again
     assert code == 1 and "FAILED fine__train__1: exit code 2: size cannot change (see" in output
-    assert starts(1)[7:] == ["--resume"]
+    assert starts(1)[7:] == ["continues"]
 
 
 def test_gpu_slots_are_never_shared():
@@ -123,7 +124,7 @@ def test_a_second_sweep_is_refused_and_nohup_keeps_the_first_alive():
     assert run("waits") == (2, "sweep.py: another sweep is at work in sweep\n")
     first.send_signal(signal.SIGHUP)
     Path("fixed").touch()
-    assert first.wait(timeout=60) == 0 and starts(1) == ["--run-dir"]
+    assert first.wait(timeout=60) == 0 and starts(1) == ["begins"]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -142,7 +143,7 @@ def test_a_signal_stops_the_runs_and_a_moved_folder_continues(signum):
     Path("fixed").touch()
     Path("sweep").rename("elsewhere")
     assert run("waits", folder="elsewhere")[0] == 0
-    assert starts(0) == ["waits"] * 3 and starts(1) == ["--run-dir", "--run-dir", "--resume"]
+    assert starts(0) == ["waits"] * 3 and starts(1) == ["begins", "begins", "continues"]
 
 
 def test_slurm_array_does_the_unfinished_runs():
@@ -164,6 +165,8 @@ def test_names_of_runs_and_the_flags_that_a_sweep_sets():
     for flag in ("--env-id maze", "--env_id=maze", "--seed 1", "--run_dir x", "--resume=x"):
         with pytest.raises(SystemExit, match="2"):
             names(flag)
+    with pytest.raises(SystemExit, match="2"):  # one folder for both
+        sweep.plan(sweep.Args(("maze",), ("sh a.py --exp-name lr/1", "sh a.py --exp-name lr_1")))
 
 
 RUNS = {"ppg.sh": 9, "ppo.sh": 9, "ppg.sh all": 48, "ppo.sh all": 48, "ppg_paper.sh": 96}
