@@ -458,16 +458,16 @@ def train(args: Args, run: "Run"):
 
 
 # ---- How to change it ----
-# A loss is a function f(agent, args, out, mb): name it in the tuples of its phase. This one clips
-# values as PPO2 does. It is for the policy phase, since B has no mb["values"].
+# A loss is a function f(agent, args, out, mb), a mean over samples. Name it in its phase's tuples.
+# This one clips values as PPO2 does. It is for the policy phase, since B has no mb["values"].
 #     def clipped_value_loss(agent, args, out, mb):
 #         change = (out.values - mb["values"]).clamp(-args.clip_coef, args.clip_coef)
 #         errors = (out.values - mb["targets"]).square()
 #         clipped_errors = (mb["values"] + change - mb["targets"]).square()
 #         v_loss = 0.5 * torch.max(errors, clipped_errors).mean()
 #         return args.vf_coef * v_loss, {"value_loss": v_loss}
-# Numbers and random draws that a loss needs are made in train, as tensors (M, ...) or 0-dim in mb.
-# In the loss, CUDA graphs would freeze numbers, and draws would depend on --chunk-size.
+# Numbers and random draws that a loss needs are made in train, as tensors (M, ...) or 0-dim in mb:
+# in a loss, draws would depend on --chunk-size. CUDA graphs freeze numbers, learning rates too.
 # To store more of rollout in B, name it: make_buffer(..., values=torch.empty((T, N))).
 # The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
 # An environment of gymnasium: change env_id, make_envs, make_eval_envs, check. It must reset itself

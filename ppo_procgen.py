@@ -80,14 +80,14 @@ class Args:
     learning_rate: float = 5e-4  # Adam's learning rate
     gamma: float = 0.999  # discount
     gae_lambda: float = 0.95  # lambda of advantage estimation
-    reward_gamma: float = 0.99  # RewardNormalizer's discount, as the authors'
+    reward_gamma: float = 0.99  # RewardNormalizer's discount, as in the authors' code
     num_minibatches: int = 8  # minibatches of an epoch of T * N samples
     update_epochs: int = 3  # epochs over the T * N samples of an iteration
     clip_coef: float = 0.2  # epsilon of the clipped objective; 0: no clipping
     ent_coef: float = 0.01  # c: weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     clip_vloss: bool = True  # clip the change of the value by --clip-coef
-    max_grad_norm: float = 0.5  # clip the gradient's norm; 0: no clipping
+    max_grad_norm: float = 0.5  # clip the norm of all gradients together; 0: no clipping
     # speed and memory
     cuda_graphs: bool = False  # replay whole steps on a GPU; takes more memory
     compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
