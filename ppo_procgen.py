@@ -723,7 +723,7 @@ def main(args):
         print(f"{folder}: {plan}, on {args.device}", flush=True)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
-        same = replace(args, run_dir=""), Path(__file__).read_bytes(), run.iteration
+        same = asdict(args) | {"run_dir": ""}, Path(__file__).read_bytes(), run.iteration
         require_equal("flags, script or iteration", same)
         plain = act, gradient_step
         if args.cuda_graphs:
