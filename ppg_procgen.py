@@ -731,17 +731,19 @@ class Run:
         about = {"args": asdict(args) | {"num_ranks": NUM_RANKS}, "device": args.device}
         about |= {"threads": torch.get_num_threads(), "python": sys.version}
         about["packages"] = {x.name: x.version for x in metadata.distributions()}
+        about = json.dumps(about, indent=2).encode()
+        mine = Path(__file__).read_bytes()
+        is_same = script.read_bytes() == mine if script.exists() else not record.exists()
+        require(is_same, f"this script differs from {script}: run that, or replace it")
         if record.exists():
-            is_same = script.exists() and script.read_bytes() == Path(__file__).read_bytes()
-            require(is_same, f"this script differs from {script}: run that, or replace it")
-            now = json.loads(json.dumps(about["args"]))
+            now = json.loads(about)["args"]
             for name, x in json.loads(record.read_text())["args"].items():
                 is_same = now.get(name) == x or name in args.may_vary.split()
                 require(is_same, f"{name} was {x} when the run began: it cannot change")
         elif RANK == 0:
-            shutil.copy(__file__, script)
-            (self.folder / "tmp").write_text(json.dumps(about, indent=2))
-            os.replace(self.folder / "tmp", record)
+            for path, content in {script: mine, record: about}.items():
+                (self.folder / "tmp").write_bytes(content)
+                os.replace(self.folder / "tmp", path)
 
     def restore(self, shared, per_rank):
         """From now on, save these tensors and objects. In a resumed run, first restore them."""
@@ -855,12 +857,11 @@ def main(args):
     args = replace(args, run_dir=args.resume or args.run_dir or f"runs/{name}")
     if RANK > 0:
         sys.stdout = open(os.devnull, "w")  # only rank 0 prints
-    folder = Path(args.run_dir)
-    with FileLock(folder / f"lock{RANK}", timeout=0, fallback_to_soft=False):
+    with FileLock(Path(args.run_dir, f"lock{RANK}"), timeout=0, fallback_to_soft=False):
         set_up_device(args)
         run = Run(args)
         plan = f"{args.num_iterations} iterations, {args.num_phases or 'no'} auxiliary phases"
-        print(f"{folder}: {plan}, {run.iteration} done, on {args.device}", flush=True)
+        print(f"{run.folder}: {plan}, {run.iteration} done, on {args.device}", flush=True)
         if NUM_RANKS > 1:
             dist.init_process_group("gloo" if args.device == "cpu" else "cpu:gloo,cuda:nccl")
         same = asdict(args) | {"run_dir": ""}, Path(__file__).read_bytes(), run.iteration
@@ -872,7 +873,7 @@ def main(args):
         act, gradient_step = plain
         if NUM_RANKS > 1:
             dist.destroy_process_group()  # after the CUDA graphs are gone, for which NCCL waits
-    print(f"{folder} is finished")
+    print(f"{run.folder} is finished")
 
 
 if __name__ == "__main__":

@@ -178,6 +178,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --run-dir {}": "when the run began: it cannot change",
     "ppg --resume nothing": "'nothing' is not a run folder",
     "ppo --resume {}": "this script differs from ",
+    "ppg --run-dir {}/mine": "this script differs from ",
     "ppg --resume {} --learning-rate 1": "learning_rate was 0.0005 when the run began: it cannot change",
     "ppg --resume {} --total-timesteps 512": "total_timesteps was 256 when the run began: it cannot change",
 }
@@ -186,6 +187,8 @@ BAD = {  # {} is the folder of a run of PPG
 @pytest.mark.parametrize("command", BAD)
 def test_bad_flags_end_with_a_message_and_exit_code_2(trained, tmp_path, monkeypatch, capsys, command):
     monkeypatch.chdir(tmp_path)
+    (trained() / "mine").mkdir(exist_ok=True)
+    (trained() / "mine" / "ppg_procgen.py").write_text("# a copy of mine, which a run must not replace")
     name, *flags = command.format(trained()).split()
     script = ppo_procgen if name == "ppo" else ppg_procgen
     with pytest.raises(SystemExit) as end:
