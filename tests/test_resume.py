@@ -1,5 +1,6 @@
 """Killed, stopped and resumed runs: real processes, real signals, real files."""
 
+import errno
 import itertools
 import math
 import os
@@ -156,6 +157,15 @@ def test_a_run_in_use_is_refused(stopped):
     with FileLock(stopped / "lock0"), pytest.raises(Timeout, match="could not be acquired"):
         resume(ppg_procgen, stopped)
     resume(ppg_procgen, stopped)
+
+
+def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOSYS, "Function not implemented")  # as on Lustre without its option flock
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(OSError, match="not implemented"):
+        train(ppg_procgen, make_args(ppg_procgen, tmp_path / "run"))
 
 
 def test_a_full_disk_stops_the_run_and_harms_nothing(tmp_path, trained, monkeypatch):
