@@ -833,8 +833,8 @@ def check(args):
     rollouts = args.n_iteration * args.num_envs if args.num_phases > 0 else 0
     require(rollouts % args.num_aux_rollouts == 0, f"num_aux_rollouts must divide {rollouts}")
     on_gpu = args.device != "cpu"
-    needs_gpu = args.compile or args.cuda_graphs or (args.cuda and shutil.which("nvidia-smi"))
-    require(on_gpu or not needs_gpu, "no GPU: see README, or set no cuda, compile, cuda_graphs")
+    asked = args.compile or args.cuda_graphs or (args.cuda and shutil.which("nvidia-smi"))
+    require(on_gpu or not asked, "no GPU: see README, or --no-cuda --no-compile --no-cuda-graphs")
     is_old = on_gpu and torch.cuda.get_device_capability(args.device) < (8, 0)
     require(not is_old or args.aux_dtype == "float32", "this GPU has no bfloat16")
 

@@ -695,8 +695,8 @@ def check(args):
     require(args.num_iterations > 0, f"total_timesteps must be at least {NUM_RANKS * samples}")
     require(samples % args.num_minibatches == 0, f"num_minibatches must divide {samples} samples")
     on_gpu = args.device != "cpu"
-    needs_gpu = args.compile or args.cuda_graphs or (args.cuda and shutil.which("nvidia-smi"))
-    require(on_gpu or not needs_gpu, "no GPU: see README, or set no cuda, compile, cuda_graphs")
+    asked = args.compile or args.cuda_graphs or (args.cuda and shutil.which("nvidia-smi"))
+    require(on_gpu or not asked, "no GPU: see README, or --no-cuda --no-compile --no-cuda-graphs")
 
 
 def parse_args():

@@ -246,7 +246,7 @@ def test_a_run_of_a_gpu_continues_on_a_cpu(script, tmp_path, capsys):
     record.write_text(record.read_text().replace('"cuda_graphs": false', '"cuda_graphs": true'))
     with pytest.raises(SystemExit):
         script.check(parse(script, "--resume", run_dir))
-    assert "no GPU: see README, or set no cuda, compile, cuda_graphs" in capsys.readouterr().err
+    assert "no GPU: see README, or --no-cuda --no-compile --no-cuda-graphs" in capsys.readouterr().err
     script.check(parse(script, "--resume", run_dir, "--no-cuda-graphs"))
 
 
