@@ -92,7 +92,7 @@ class Args:
     cuda_graphs: bool = False  # replay whole steps on a GPU; takes more memory
     compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
-    # what a resumed run may change
+    # not a flag: what a resumed run may change
     may_vary = "run_dir resume cuda compile cuda_graphs env_threads chunk_size eval_interval track"
     may_vary += " checkpoint_interval"
 

@@ -146,7 +146,7 @@ def test_losses_of_ppo_and_their_gradients(clip_vloss, clip_coef):
 
 def test_the_loss_that_the_script_gives_as_an_example_is_that_of_ppo():
     comment = (ROOT / "ppg_procgen.py").read_text().partition("#     def clipped_value_loss")[2]
-    lines = comment.partition("# If it needs")[0].replace("\n#    ", "\n").strip()
+    lines = comment.partition("# Numbers and")[0].replace("\n#    ", "\n").strip()
     exec(f"def clipped_value_loss{lines}", scope := {"torch": torch})
     args, (tensors, mb) = ppo_procgen.Args(vf_coef=0.3), make_minibatch()
     expected = ppo_procgen.value_loss(None, args, as_outputs(*tensors), mb)
