@@ -17,7 +17,7 @@ failed=0
 for game in starpilot:0 dodgeball:0 ninja:10; do  # game:level
     level="--num-levels 1 --start-level ${game#*:} --env-threads 0"
     # in parentheses: sweep ends its shell
-    (sweep "check_learning/${game%:*}" "${game%:*}" --num-seeds 5 --workers "$workers" --command \
+    (sweep "check_learning/${game%:*}" "${game%:*}" --seeds 1 2 3 4 5 --workers "$workers" --command \
         "python3 ppg_procgen.py $level $ppg_flags" \
         "python3 ppg_procgen.py $level $ppg_flags --arch detach --exp-name ppg_detach" \
         "python3 ppo_procgen.py $level $ppo_flags" "$@")

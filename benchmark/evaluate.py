@@ -1,12 +1,14 @@
-"""Returns of a trained policy on chosen levels: a table, CSV files, and videos.
+"""Returns of trained policies on chosen levels: a table, CSV files, and videos.
 
     python benchmark/evaluate.py runs/RUN                                          # training and unseen levels
+    python benchmark/evaluate.py runs/RUN runs/OTHER                               # and differences on the same levels
     python benchmark/evaluate.py runs/RUN --levels 0:50 --greedy --video           # each of the levels 0 to 49 once
-    python benchmark/evaluate.py agent.pt --env-id starpilot --modes easy hard     # weights on their own
+    python benchmark/evaluate.py agent.pt --env-id starpilot --mode hard           # weights on their own
 
 The script in the run folder plays, by its evaluate(); other weights are played by the repository's scripts.
 Mean, standard error and 95 % interval are over the means of levels, because episodes of one level are alike; with a
-single level, they are over its episodes. In other environments than Procgen, a level is a seed.
+single level, they are over its episodes. Agents with the same game and sets play the same levels; the difference from
+the first of them is taken level by level. In other environments than Procgen, a level is a seed.
 """
 
 import importlib.util
@@ -18,6 +20,7 @@ import sys
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -36,15 +39,15 @@ BATCH_SIZE = 64  # environments at a time; no flag, because the random numbers o
 
 @dataclass(frozen=True)
 class Args:
-    path: tyro.conf.Positional[Path]  # run folder, agent.pt or checkpoint.pt, of either script or a changed copy
+    paths: tyro.conf.Positional[tuple[Path, ...]]  # run folders, agent.pt or checkpoint.pt, of scripts or copies
     levels: tuple[str, ...] = ()  # sets: train, test (unseen), all, A:B (A to B - 1); default: train test, or all
-    modes: tuple[Literal["easy", "hard"], ...] = ()  # difficulty of the levels; default: the run's
+    mode: Literal["easy", "hard"] | None = None  # difficulty of the levels; default: the run's
     env_id: Game | None = None  # game; default: the run's
-    episodes: int = 128  # of each set of levels and mode; too few levels are repeated, but not with --greedy
+    episodes: int = 128  # of each set of levels; too few levels are repeated, but not with --greedy
     greedy: bool = False  # take the most probable actions; default: sample them
     seed: int = 1  # draws levels and actions; on a CPU the same seed gives the same numbers
-    video: bool = False  # also record four episodes of each set in each mode
-    out: Path | None = None  # folder to write to, new or empty; default: evaluation/TIME, beside the weights
+    video: bool = False  # also record four episodes of each set
+    out: Path | None = None  # folder to write to, new or empty; default: evaluation/TIME, of one run beside its weights
     cuda: bool = True  # use the GPU if there is one
 
 
@@ -59,9 +62,8 @@ def load_script(folder: Path, weights: dict):
     path = ROOT / ("ppo_procgen.py" if "encoder.dense.weight" in weights else "ppg_procgen.py")
     files = sorted(folder.glob("*.py")) if (folder / "args.json").exists() else []
     if files:
-        defined = {x: re.findall(r"^(?:class|def) (\w+)", x.read_text("utf-8", "replace"), re.M) for x in files}
-        scripts = [x for x in files if {"Args", "Agent", "make_envs", "evaluate"} <= set(defined[x])]
-        require(len(scripts) == 1, f"exactly one file of {folder} must define Args, Agent, make_envs, evaluate")
+        scripts = [x for x in files if "\nclass Agent(" in x.read_text("utf-8", "replace")]
+        require(len(scripts) == 1, f"exactly one file of {folder} must define Agent")
         path = scripts[0]
     sys.path.append("")  # a copy may import a module of the folder where it was started
     spec = importlib.util.spec_from_file_location("evaluated_script", path)
@@ -115,6 +117,10 @@ class LevelEnvs:
         over = np.broadcast_to(np.any(self.ends, axis=0), self.num_envs)  # these are black
         return np.hstack([image * ~is_over for image, is_over in zip(images, over, strict=True)])
 
+    def close(self):
+        for env in self.envs:
+            getattr(env, "games", env).close()
+
 
 def play(script, agent, config, args: Args, levels: range, title: str) -> pd.DataFrame:
     """A row for each episode. length: its steps, up to the first end."""
@@ -126,6 +132,7 @@ def play(script, agent, config, args: Args, levels: range, title: str) -> pd.Dat
     for batch in tqdm(np.array_split(plan, math.ceil(len(plan) / BATCH_SIZE)), title):
         envs = LevelEnvs(script, config, batch.tolist())
         returns = script.evaluate(agent, envs, rng.getrandbits(31))
+        envs.close()
         batches.append(pd.DataFrame({"level": batch, "return": returns, "length": 1 + np.argmax(envs.ends, axis=0)}))
     return pd.concat(batches)
 
@@ -141,64 +148,84 @@ def record_video(script, agent, config, levels: list[int], seed: int, path: Path
     envs.video.send(None)  # starts ffmpeg
     script.evaluate(agent, envs, seed)
     envs.video.close()
+    envs.close()
+
+
+def interval(sample: pd.Series) -> tuple[float, float, float, float]:
+    """Mean, standard error, and Student's 95 % interval of the mean."""
+    mean, stderr = sample.mean(), sample.sem()
+    margin = stats.t.ppf(0.975, len(sample) - 1) * stderr
+    return mean, stderr, mean - margin, mean + margin
 
 
 def summarize(rows: pd.DataFrame, r_min: float, r_max: float) -> dict:
-    """Mean, standard error, Student's 95 % interval, normalized score."""
+    """Mean, standard error, Student's 95 % interval, normalized score (nan without a published range)."""
     level_means = rows.groupby("level")["return"].mean()
-    sample = level_means if len(level_means) > 1 else rows["return"]
-    mean = sample.mean()
-    stderr = sample.sem()
-    margin = stats.t.ppf(0.975, len(sample) - 1) * stderr
+    mean, stderr, low, high = interval(level_means if len(level_means) > 1 else rows["return"])
     summary = {"episodes": len(rows), "num_levels": len(level_means), "mean": mean, "stderr": stderr}
-    return summary | {"low": mean - margin, "high": mean + margin, "score": (mean - r_min) / (r_max - r_min)}
+    return summary | {"low": low, "high": high, "score": (mean - r_min) / (r_max - r_min)}
 
 
-def main(args: Args):
-    require(args.episodes > 0, "--episodes must be at least 1")
-    path = args.path
+def load_agent(args: Args, path: Path) -> SimpleNamespace:
+    """An agent, its script, and what is known of its training and its levels."""
     if path.is_dir():  # a checkpoint tells the iteration
         path /= "checkpoint.pt" if (path / "checkpoint.pt").exists() else "agent.pt"
     require(path.is_file(), f"there is no file {path}")
-    out = args.out or path.parent / "evaluation" / time.strftime("%Y%m%d-%H%M%S")
-    require(not out.exists() or not any(out.iterdir()), f"{out} is not empty: choose another --out")
     record = path.with_name("args.json")
     run = json.loads(record.read_text())["args"] if record.exists() else {}
     env_id = args.env_id or run.get("env_id")
     require(env_id is not None, f"{path} has no args.json beside it, which names its game: add --env-id")
-    modes = args.modes or [run.get("distribution_mode", "easy")]
     names = args.levels or (["train", "test"] if run.get("num_levels") else ["all"])
-    sets = {(mode, name): level_range(name, run) for mode in modes for name in names}
+    sets = {name: level_range(name, run) for name in names}
+    mode = args.mode or run.get("distribution_mode", "easy")
 
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    iteration = saved.get("iteration", "unknown")
     weights = saved["shared"]["agent"] if "shared" in saved else saved
     script = load_script(path.parent, weights)
     if args.greedy:
         script.Policy.sample = lambda pi, generator=None: pi.mode
     arch = "dual" if "value_encoder.dense.weight" in weights else "shared"  # or detach: the same policy
-    flags = {"arch": arch, **run, "env_id": env_id, "cuda": args.cuda, "env_threads": 0}
+    flags = {"arch": arch, **run, "env_id": env_id, "distribution_mode": mode, "cuda": args.cuda, "env_threads": 0}
     config = script.Args(**{x.name: flags[x.name] for x in fields(script.Args) if x.name in flags})
-    [env] = LevelEnvs(script, config, [0]).envs
-    agent = script.Agent(config, env).to(config.device, memory_format=torch.channels_last)
+    envs = LevelEnvs(script, config, [0])
+    agent = script.Agent(config, envs.envs[0]).to(config.device, memory_format=torch.channels_last)
+    envs.close()
     agent.load_state_dict(weights)
-    print(f"{path}, iteration {iteration}, in {env_id}, by {script.__file__}, files in {out}")
-    for (mode, name), levels in sets.items():
-        if hasattr(config, "distribution_mode"):
-            config = replace(config, distribution_mode=mode)
-        rows = play(script, agent, config, args, levels, f"{mode} {name}")
-        label = {"weights": path, "iteration": iteration, "env_id": env_id, "mode": mode, "levels": name}
-        label |= {"greedy": args.greedy, "seed": args.seed}
-        summary = label | summarize(rows, *RANGES.reindex([(env_id, mode)]).iloc[0])  # of other environments: nan
-        text = "{mean:.2f} ± {stderr:.2f}, 95 %: {low:.2f} to {high:.2f}, score {score:.3f}".format(**summary)
-        print(f"{mode} {name}, {len(rows)} episodes: {text}", flush=True)
-        out.mkdir(parents=True, exist_ok=True)
-        is_first = not (out / "summary.csv").exists()
-        rows.assign(**label).to_csv(out / "episodes.csv", mode="a", header=is_first, index=False)
-        pd.DataFrame([summary]).to_csv(out / "summary.csv", mode="a", header=is_first, index=False)
-        if args.video:
-            video = out / f"{mode}_{name.replace(':', '-')}.mp4"
-            record_video(script, agent, config, np.resize(rows["level"], 4).tolist(), args.seed, video)
+    label = {"weights": path, "iteration": saved.get("iteration", "unknown"), "env_id": env_id, "mode": mode}
+    return SimpleNamespace(agent=agent, script=script, config=config, sets=sets, label=label)
+
+
+def main(args: Args):
+    require(args.paths and args.episodes > 0, "needs a run folder or weights, and --episodes of at least 1")
+    require(not args.out or not args.out.exists() or not any(args.out.iterdir()), f"--out {args.out} is not empty")
+    agents = [load_agent(args, path) for path in args.paths]
+    folder = agents[0].label["weights"].parent if len(agents) == 1 else Path()
+    out = args.out or folder / "evaluation" / time.strftime("%Y%m%d-%H%M%S")
+    summaries, first_of = [], {}
+    for number, x in enumerate(agents):
+        text = "{weights}, iteration {iteration}, in {env_id}".format(**x.label)
+        print(f"{text}, by {x.script.__file__}, files in {out}")
+        for name, levels in x.sets.items():
+            title = f"{x.label['mode']} {name}"
+            rows = play(x.script, x.agent, x.config, args, levels, title)
+            label = x.label | {"levels": name, "greedy": args.greedy, "seed": args.seed}
+            summary = label | summarize(rows, *RANGES.reindex([(label["env_id"], label["mode"])]).iloc[0])
+            text = "{mean:.2f} ± {stderr:.2f}, 95 %: {low:.2f} to {high:.2f}, score {score:.3f}".format(**summary)
+            print(f"{title}, {len(rows)} episodes: {text}", flush=True)
+            means = rows.groupby("level")["return"].mean()
+            first, first_means = first_of.setdefault((label["env_id"], title, *means.index), (label["weights"], means))
+            if first_means is not means and len(means) > 1:
+                difference, stderr, low, high = interval(means - first_means)
+                print(f"minus {first}: {difference:+.2f} ± {stderr:.2f}, 95 %: {low:+.2f} to {high:+.2f}", flush=True)
+                summary |= {"other": first, "difference": difference, "difference_low": low, "difference_high": high}
+            summaries.append(summary)
+            out.mkdir(parents=True, exist_ok=True)
+            episodes = out / "episodes.csv"
+            rows.assign(**label).to_csv(episodes, mode="a", header=not episodes.exists(), index=False)
+            pd.DataFrame(summaries).to_csv(out / "summary.csv", index=False)
+            if args.video:
+                video = out / f"{number}_{title.replace(' ', '_').replace(':', '-')}.mp4"
+                record_video(x.script, x.agent, x.config, np.resize(rows["level"], 4).tolist(), args.seed, video)
 
 
 if __name__ == "__main__":

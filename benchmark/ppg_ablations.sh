@@ -8,4 +8,4 @@ for n in 1 2 3 9; do variant ppg_e_aux_$n --e-auxiliary $n; done
 for n in 2 4 8 16; do variant ppg_n_pi_$n --n-iteration $n; done
 variant ppg_kl --clip-coef 0 --kl-coef 1
 variant ppg_single --arch detach
-sweep ppg_ablations $table_games --num-seeds 1 --command "${commands[@]}" "$@"
+sweep ppg_ablations $table_games --seeds 1 --command "${commands[@]}" "$@"

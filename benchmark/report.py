@@ -5,14 +5,16 @@
 
 A run is a folder with args.json and metrics.csv, or with TensorBoard events only, as CleanRL writes them. A folder may
 also hold a table of many runs: metrics.csv.gz with a column "run", and args.json with an entry for each run. Runs are
-grouped by exp_name, distribution mode, number of levels, and the flags that change their numbers.
+grouped by exp_name, distribution mode, number of levels, CPU or GPU, and the flags that change their numbers. If runs
+of a group differ in their scripts, packages, devices or folders, its name says so, and a table shows it.
 """
 
+import ast
 import io
 import json
-import math
 import os
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +29,10 @@ import seaborn as sns
 from matplotlib.ticker import EngFormatter
 from rliable import library, metrics
 from scipy import stats
-from tbparse import SummaryReader
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # Everything works on one long table, `curves`, one row a point: own (ours or published), group, distribution_mode,
-# num_levels, env_id, seed, run, global_step, wall_time, aux_phase, episodic_return. A group's returns on unseen levels
+# num_levels, env_id, seed, run, global_step, wall_time, episodic_return. A group's returns on unseen levels
 # are a group of their own, whose name ends in UNSEEN.
 REFERENCE = Path(__file__).parent / "reference"
 RANGES = pd.read_csv(REFERENCE / "ranges.csv")  # score = (return - r_min) / (r_max - r_min)
@@ -39,49 +41,41 @@ CURVE = ["env_id", "group", "run"]
 UNSEEN = ", unseen levels"
 RETURNS = {"charts/mean_return_100": "", "eval/test_return": UNSEEN}  # columns of metrics.csv
 MIN_SEEDS = 3  # fewer seeds get no interval of their mean: it would be wider than what it is about
+MIN_SCORES = 10  # seeds x games; of fewer, a bootstrap's interval is too narrow
 SAME_GROUP = {  # flags that tell a group's runs apart, follow from other flags, or change no numbers
     "env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", *SETTING,
-    "device", "cuda", "compile", "cuda_graphs", "tf32", "buffer_on_cpu", "aux_device", "env_threads",
+    "device", "compile", "cuda_graphs", "tf32", "buffer_on_cpu", "aux_device", "env_threads",
     "chunk_size", "batch_size", "num_iterations", "num_phases", "eval_interval",
     "track", "wandb_project_name", "wandb_entity",
 }  # fmt: skip
 
-# Okabe and Ito's colors, which color-blind readers can tell apart
-COLORS = {
-    "ppg_procgen": "#0072B2",
-    "ppg_procgen --arch dual": "#0072B2",  # the same algorithm, where other runs of this name have another network
-    "ppg_procgen --arch detach": "#009E73",
-    "ppg_detach": "#009E73",  # the same algorithm; sweeps use this name
-    "ppo_procgen": "#D55E00",
-    "cleanrl_ppg": "#CC79A7",
-    "PPG (openai/phasic-policy-gradient)": "#56B4E9",
-    "PPO (openai/phasic-policy-gradient)": "#4D4D4D",
-    "PPO (openai/train-procgen)": "#4D4D4D",
-}
+# Okabe and Ito's colors, which color-blind readers can tell apart, by the beginning of a group's name
+COLORS = {"ppg_detach": "#009E73", "ppg": "#0072B2", "ppo": "#D55E00", "cleanrl": "#CC79A7"}
+COLORS |= {"PPG (": "#56B4E9", "PPO (": "#4D4D4D"}
 OTHER_COLORS = ["#882255", "#E69F00", "#332288", "#999933", "#000000", "#A0522D", "#44AA99", "#AA88DD"]
 NUM_BINS = 100  # points of a drawn curve
 WIDTH = 7  # inches of a whole picture
-STYLE = {"axes.grid": True, "grid.alpha": 0.4, "axes.spines.right": False, "axes.spines.top": False}
-STYLE["text.parse_math"] = False  # an exp_name may contain $
+STYLE = {"axes.grid": True, "grid.alpha": 0.4, "text.parse_math": False}  # an exp_name may contain $
 sns.set_theme(context="paper", style="ticks", rc=STYLE)
 
-CURVE_CAPTION = "Mean return of the last 100 episodes: mean ± standard deviation over seeds, until one of them ends."
+CURVE_CAPTION = "Thin lines: runs; thick: their mean ± standard deviation, until the first of them ends."
 STEP_TEXT = (
     "Mean return of the last 100 episodes, averaged in each run over its rows from {start:,.0f} to {step:,.0f} steps "
-    "(none there: its last row before). Mean ± standard deviation [Student's 95 % interval of the mean] (number of "
-    "seeds); with fewer than three seeds, the value of each."
+    "(none there: its last row before). Mean ± standard deviation [Student's 95 % interval] (number of runs). One or "
+    "two runs: each value."
 )
 DIFFERENCE_TEXT = "Difference of the mean return from the baseline's, [Welch's 95 % interval], seeds of both."
 THRESHOLD_TEXT = (
-    "The first step, and the hours until it, at which the mean return of the last 100 episodes (of all, while there "
-    "are fewer) is at least this high. One value a seed, in the order of the seeds; –: not reached."
+    "Steps and hours at the end of the first {block:,.0f} steps (counted from 0) in which the mean return of the last "
+    "100 episodes is at least this high on average. One value a run, in the order of the seeds; –: not reached."
 )
 SCORE_TEXT = (
-    "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper. A group counts with as many "
-    "seeds of each game as it has of every game: those of the lowest numbers. IQM: interquartile mean. "
-    "P(improvement): probability that a run has a higher score than a run of the baseline on the same game. In "
-    "brackets: 95 % interval of a bootstrap over seeds, stratified by game."
+    "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper. IQM: interquartile mean. "
+    "P(improvement): probability that a run has a higher score than a run of the baseline on the same game. From three "
+    "seeds and ten scores on: [95 % interval of a bootstrap over seeds, stratified by game]."
 )
+EVALUATION_TEXT = "Mean return over levels after this iteration, by `evaluate.py`; over runs, as in the tables above."
+RUNS_TEXT = "script: a checksum of the copy in the run folder without comments, else the commit that made the run."
 
 
 @dataclass
@@ -101,7 +95,7 @@ def load_references(algorithms: tuple[str, ...]) -> pd.DataFrame:
     curves = curves[curves.algorithm.isin(algorithms)]
     title = curves.algorithm.str[:3].str.upper() + curves.algorithm.str[3:].str.replace("_", " ")
     group = title + " (" + curves.source + ")" + curves.split.map({"train": "", "test": UNSEEN})
-    return curves.assign(own=False, group=group, seed=curves.run, run=curves.run.astype(str), aux_phase=False)
+    return curves.assign(own=False, group=group, seed=curves.run, run=curves.run.astype(str))
 
 
 def find_run_folders(paths: tuple[Path, ...]) -> list[Path]:
@@ -131,30 +125,35 @@ def read_events(folder: Path) -> tuple[str, dict, pd.DataFrame]:
     env_id, exp_name, seed, *_ = folder.name.split("__")
     args = {"env_id": env_id, "exp_name": f"{exp_name} (TensorBoard)", "seed": int(seed)}
     args.update(distribution_mode="easy", num_levels=0)
-    events = SummaryReader(str(folder), extra_columns={"wall_time"}).scalars
-    rows = events[events.tag == "charts/episodic_return"].rename(columns={"step": "global_step"})
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: all of them
+    rows = pd.DataFrame(events.Scalars("charts/episodic_return")).rename(columns={"step": "global_step"})
     rows["charts/mean_return_100"] = rows.value.rolling(100, min_periods=1).mean()
-    rows["wall_time"] -= events.wall_time.min()
+    rows["wall_time"] -= events.FirstEventTimestamp()
     return str(folder), {"args": args}, rows
 
 
 def describe_run(folder: Path, path: str, record: dict, rows: pd.DataFrame) -> dict:
     """A run's row in the table of runs."""
-    args = record["args"]
+    args = dict(record["args"])
     run = {key: args[key] for key in ("env_id", "seed", *SETTING)}
-    if args["distribution_mode"] not in ("easy", "hard") or not isinstance(args["num_levels"], int):
-        raise ValueError(f"not a setting of Procgen: {args['distribution_mode']}, {args['num_levels']} levels")
     if rows.empty:
         raise ValueError("no episode or row of metrics yet")
-    num_ranks = record.get("num_ranks", args.get("num_ranks", 1))
-    batch_size = args.get("num_envs", 0) * args.get("num_steps", 0) * num_ranks
-    num_iterations = args.get("num_iterations", args["total_timesteps"] // batch_size) if batch_size else 0
+    args["num_ranks"] = record.get("num_ranks", args.get("num_ranks", 1))
+    if "clip_vloss" in args and "n_iteration" in args:
+        args["vf_coef"] *= 2  # PPG before 0.11: the weight of the squared error, not of its half
+    args.pop("cuda", None)  # asks for a GPU; the device tells whether there was one
+    if device := record.get("device", args.get("device")):
+        args["cuda"] = not device.startswith("cpu")
     same = SAME_GROUP if args.get("anneal_lr") else SAME_GROUP | {"total_timesteps"}
-    options = {flag: str(value) for flag, value in (args | {"num_ranks": num_ranks}).items() if flag not in same}
-    run.update(own=True, group=args["exp_name"], run=path, options=options, planned_step=num_iterations * batch_size)
-    run.update(last_step=rows.global_step.max(), seconds=rows.wall_time.max(), commit=record.get("commit"))
-    copies = [file.read_text(encoding="utf-8") for file in sorted(folder.glob("*.py"))]
-    return run | {"script": "\n".join(copies) or None}
+    options = {flag: str(value) for flag, value in args.items() if flag not in same}
+    run.update(own=True, group=args["exp_name"], run=path, options=options, device=device, seconds=rows.wall_time.max())
+    run["last_step"] = rows.global_step.max()
+    run["is_whole"] = run["last_step"] + rows.global_step.min() > args.get("total_timesteps", 0)  # no iteration is left
+    versions = record.get("packages", {})
+    run["packages"] = ", ".join(f"{x} {versions[x]}" for x in sorted(versions) if x.startswith(("procgen", "torch")))
+    copies = [ast.unparse(ast.parse(file.read_text("utf-8"))) for file in sorted(folder.glob("*.py"))]  # no comments
+    script = f"{zlib.crc32(''.join(copies).encode()):08x}" if copies else record.get("commit", "unknown")[:7]
+    return run | {"script": script, "folder": os.path.dirname(path)}
 
 
 def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
@@ -165,30 +164,22 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
             for path, record, rows in read_runs(folder):
                 run = describe_run(folder, path, record, rows)
                 fixed = {key: run[key] for key in ("own", "env_id", "seed", "run", *SETTING)}
-                aux_phase = rows.filter(["losses/aux/kl_loss"]).notna().any(axis=1)
                 for column, suffix in RETURNS.items():  # all rows are dropped where no episode has ended
                     curve = rows[["global_step", "wall_time"]].assign(episodic_return=rows.get(column), group=suffix)
-                    curves.append(curve.assign(aux_phase=aux_phase, **fixed).dropna())
+                    curves.append(curve.assign(**fixed).dropna())
                 runs.append(run)
         except Exception as error:  # a broken or foreign folder must not cost the page of a whole sweep
             notes.append(f"{folder}: left out: {error!r}")
     if not runs:
         return pd.DataFrame(), pd.DataFrame(), notes
     runs = pd.DataFrame(runs).sort_values(["last_step", "run"])
-    runs["group"] = group_names(runs)
     curves = pd.concat([curve for curve in curves if len(curve)] or curves, ignore_index=True)
+    runs["group"] = group_names(runs)
+    runs["group"] += mixtures(runs)
     curves["group"] = curves.run.map(runs.set_index("run").group) + curves.group
-    again = runs.duplicated(["group", *SETTING, "env_id", "seed"], keep="last")
-    notes += [f"{run}: left out: a run of its group, game and seed is as long or longer" for run in runs.run[again]]
-    runs = runs[~again]
     notes += run_notes("no episode has finished yet", runs[~runs.run.isin(curves.run)])
-    notes += run_notes("stopped early, or still running", runs[runs.last_step < runs.planned_step])
-    for _, group in runs.groupby(["group", *SETTING]):
-        programs = group.script if group.script.notna().all() else group.commit
-        if programs.nunique() > 1:
-            odd = group[programs != programs.mode()[0]]
-            notes += run_notes(f"{programs.nunique()} different scripts in one group; other than most runs", odd)
-    return runs, curves[curves.run.isin(runs.run)], notes
+    notes += run_notes("stopped early, or still running", runs[~runs.is_whole])
+    return runs, curves, notes
 
 
 def group_names(runs: pd.DataFrame) -> pd.Series:
@@ -203,8 +194,22 @@ def group_names(runs: pd.DataFrame) -> pd.Series:
     return names
 
 
+def mixtures(runs: pd.DataFrame) -> pd.Series:
+    """For the name of each run's group: in what else its runs differ, or what they repeat."""
+    group = [runs[column] for column in ["group", *SETTING]]
+    folders = runs.groupby([*group, "env_id"]).folder.transform("nunique")  # games may have folders of their own
+    repeats = runs.groupby([*group, "env_id", "seed"]).run.transform("nunique")
+    found = {"mixed folders": folders > 1, "repeated seeds": repeats > 1}
+    for column in ("script", "packages", "device"):
+        found[f"mixed {column.rstrip('s')}s"] = runs.groupby(group)[column].transform("nunique") > 1
+    texts = pd.Series("", index=runs.index)
+    for text, is_so in found.items():
+        texts[is_so.groupby(group).transform("any")] += f", {text}"
+    return texts
+
+
 def run_notes(text: str, runs: pd.DataFrame) -> list[str]:
-    names = [f"{x.group} {x.env_id} seed {x.seed} (at {x.last_step:,})" for x in runs.itertuples()]
+    names = [f"{os.path.relpath(x.run)} (at {x.last_step:,})" for x in runs.itertuples()]
     return [f"{text}: {', '.join(names)}"] if names else []
 
 
@@ -241,8 +246,8 @@ def normalized(values: pd.DataFrame, mode: str) -> pd.DataFrame:
 
 
 def score_matrix(scores: pd.DataFrame, games: list[str]) -> np.ndarray:
-    """Seeds x games of a group. rliable needs it full: as many seeds as each of the games has."""
-    row = scores.groupby("env_id").seed.rank()
+    """Seeds x games of a group. rliable needs it full: as many runs of a game as each game has."""
+    row = scores.groupby("env_id").seed.rank("first")
     return scores.assign(row=row).pivot(index="row", columns="env_id", values="score")[games].dropna().to_numpy()
 
 
@@ -253,10 +258,10 @@ def probability_of_improvement(x: np.ndarray, y: np.ndarray) -> float:
 
 def estimate(matrices: list[np.ndarray], metric: Callable, reps: int) -> str:
     """rliable's point estimate with a 95 % stratified bootstrap interval."""
-    np.random.seed(0)  # rliable draws from numpy's global generator
-    points, intervals = library.get_interval_estimates({"": matrices}, metric, reps=reps)
-    text = f"{points['']:.3f}"
-    if min(len(matrix) for matrix in matrices) >= MIN_SEEDS:
+    text = f"{metric(*matrices):.3f}"
+    if min(len(matrix) for matrix in matrices) >= MIN_SEEDS and min(matrix.size for matrix in matrices) >= MIN_SCORES:
+        np.random.seed(0)  # rliable draws from numpy's global generator
+        _, intervals = library.get_interval_estimates({"": matrices}, metric, reps=reps)
         text += " [{:.3f}, {:.3f}]".format(*intervals[""].ravel())
     return text
 
@@ -300,13 +305,18 @@ def difference_table(values: pd.DataFrame, baseline: str) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["game", "group", "baseline", "difference", "seeds"])
 
 
-def threshold_table(curves: pd.DataFrame, thresholds: tuple[float, ...]) -> str:
-    """For each threshold, the first step and hour at which each run's return is at least as high."""
-    keys = ["env_id", "group", "seed"]
+def threshold_table(curves: pd.DataFrame, thresholds: tuple[float, ...], block: float) -> str:
+    """For each threshold, the steps and hours of each run at the end of its first block of steps whose mean return is
+    at least as high: the first single row would favor the noisier group."""
+    keys = ["env_id", "group", "seed", "run"]
     curves = curves[~curves.group.str.endswith(UNSEEN)]
+    number = np.ceil(curves.global_step / block)
+    whole = number * block <= curves.groupby("run").global_step.transform("max")
+    means = {"global_step": "max", "wall_time": "max", "episodic_return": "mean"}
+    blocks = curves[whole].groupby([*keys, number[whole].rename("block")]).agg(means)
     table = pd.DataFrame(index=curves.groupby(keys).size().index)
     for threshold in thresholds:
-        first = curves[curves.episodic_return >= threshold].groupby(keys)[["global_step", "wall_time"]].min()
+        first = blocks[blocks.episodic_return >= threshold].groupby(keys).first()
         table[f"steps to {threshold:g}"] = first.global_step.map("{:,.0f}".format)
         table[f"hours to {threshold:g}"] = (first.wall_time / 3600).map("{:.2f}".format)
     return markdown(table.fillna("–").groupby(keys[:2]).agg("; ".join).rename_axis(["game", "group"]).reset_index())
@@ -317,74 +327,71 @@ def aggregate_table(scores: dict[str, np.ndarray], baseline: str, reps: int) -> 
     rows = []
     for group, matrix in scores.items():
         rival = find_baseline(group, list(scores), baseline)
-        improvement = "-"
-        if rival and rival != group:
+        improvement = "–"
+        if rival and rival != group and min(matrix.size, scores[rival].size) >= MIN_SCORES:
             improvement = estimate([matrix, scores[rival]], probability_of_improvement, reps)
         averages = [estimate([matrix], metric, reps) for metric in (metrics.aggregate_mean, metrics.aggregate_iqm)]
         rows.append([group, len(matrix), *averages, improvement])
     return markdown(pd.DataFrame(rows, columns=["group", "seeds", "mean", "IQM", "P(improvement)"]))
 
 
-def looks(groups: list[str]) -> dict[str, tuple]:
-    """Color and line of each group. A group on training and on unseen levels has one color."""
+def looks(groups: list[str]) -> tuple[dict[str, str], dict[str, tuple]]:
+    """Color and dashes of each group. A group on training and on unseen levels has one color."""
     all_published = all("(openai/" in group for group in groups)
-    used, look_of = {None}, {}
+    colors, dashes = {}, {}
     for name in dict.fromkeys(group.removesuffix(UNSEEN) for group in groups):
-        color = next((x for x in (COLORS.get(name), *OTHER_COLORS) if x not in used), "0.5")
-        used.add(color)
-        look_of[name] = color, "--" if "(openai/" in name and not all_published else "-"
-        look_of[name + UNSEEN] = color, ":"
-    return {group: look_of[group] for group in groups}
+        own_color = [color for beginning, color in COLORS.items() if name.startswith(beginning)]
+        color = next((x for x in (*own_color, *OTHER_COLORS) if x not in colors.values()), "0.5")
+        colors |= {name: color, name + UNSEEN: color}
+        dashes |= {name: (4, 2) if "(openai/" in name and not all_published else (), name + UNSEEN: (1, 1)}
+    return colors, dashes
 
 
 def binned(curves: pd.DataFrame, x: str, limit: float) -> pd.DataFrame:
-    """Mean returns in NUM_BINS bins of x, a column a run; interpolated between the first and the last bin of a run."""
+    """Mean returns in NUM_BINS bins of x, interpolated between the first and the last bin of a run."""
     width = limit / NUM_BINS
     bins = np.ceil(curves[x] / width) * width
-    table = curves.groupby([bins, *CURVE]).episodic_return.mean().unstack(CURVE).sort_index(axis=1)
-    return table.interpolate(method="index", limit_area="inside")
+    table = curves.groupby([bins, *CURVE]).episodic_return.mean().unstack(CURVE)
+    return table.interpolate(method="index", limit_area="inside").unstack().dropna().rename("y").reset_index()
 
 
-def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> plt.Figure:
-    """Mean return over seeds with a band of one standard deviation, for x from 0 to limit, a panel a game."""
+def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> sns.FacetGrid:
+    """Each run, and their mean with a band of one standard deviation, for x from 0 to limit, a panel a game."""
     first = curves.groupby(CURVE).global_step.transform("min")
     middle = curves.global_step - first / 2  # a published row is the mean over the steps since the row before
     curves = curves.assign(global_step=curves.global_step.where(curves.own, middle))
-    curves = curves[curves[x] <= limit]
-    table = binned(curves, x, limit)
-    num_seeds = curves.groupby(["env_id", "group"]).run.nunique().groupby("group").max()
-    games = sorted(curves.env_id.unique())
-    num_columns = min(4, len(games))
-    num_rows = math.ceil(len(games) / num_columns)
-    size = WIDTH, num_rows * (1.2 + 2.2 / num_columns)
-    fig, axes = plt.subplots(num_rows, num_columns, figsize=size, layout="constrained", squeeze=False)
-    for ax in axes.flat[len(games) :]:
-        ax.remove()
-    legend = {}
-    for game, ax in zip(games, axes.flat, strict=False):
-        for group, (color, style) in looks(in_order(curves)).items():
-            runs = table.get((game, group), pd.DataFrame()).dropna()  # until the first of them ends
-            mean, deviation = runs.mean(axis=1), runs.std(axis=1)
-            name = f"{group}, {num_seeds[group]} seed{'' if num_seeds[group] == 1 else 's'}"
-            [legend[name]] = ax.plot(runs.index, mean, color=color, linestyle=style)
-            ax.fill_between(runs.index, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
-        ax.set(title=game, xlim=(0, limit))
+    rows = binned(curves[curves[x] <= limit], x, limit)
+    num_runs = rows.groupby(["env_id", "group"]).run.transform("nunique")
+    shared = rows[rows.groupby([x, "env_id", "group"]).run.transform("count") == num_runs]  # until the first run ends
+    colors, dashes = looks(groups := in_order(curves))
+    look = {
+        "x": x,
+        "y": "y",
+        "hue": "group",
+        "hue_order": groups,
+        "palette": colors,
+        "style": "group",
+        "dashes": dashes,
+    }
+    num_columns = min(4, rows.env_id.nunique())
+    height = 1.2 + 2.2 / num_columns
+    panels = {"col": "env_id", "col_wrap": num_columns, "height": height, "aspect": WIDTH / num_columns / height}
+    grid = sns.relplot(shared, kind="line", errorbar="sd", facet_kws={"sharey": False}, **look, **panels)
+    for game, ax in grid.axes_dict.items():
+        thin = {"units": "run", "estimator": None, "legend": False, "linewidth": 0.5, "alpha": 0.6, "ax": ax}
+        sns.lineplot(rows[rows.env_id == game], **look, **thin)
         if x == "global_step":
             ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-    phases = curves.loc[curves.aux_phase, x].unique()
-    if len(games) == 1 and x == "global_step" and len(phases):
-        ax.vlines(phases, 0, 1, transform=ax.get_xaxis_transform(), color="0.6", linewidth=0.8)
-        ax.set_title(f"{games[0]} (vertical lines: ends of auxiliary phases)")
-    fig.supxlabel(label, fontsize="medium")
-    fig.supylabel("Episodic return", fontsize="medium")
-    fig.legend(legend.values(), legend, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
-    return fig
+    grid.set_titles("{col_name}").set_axis_labels(label, "Episodic return").set(xlim=(0, limit))
+    num_columns = 2 if max(map(len, groups)) < 40 else 1
+    sns.move_legend(grid, "lower center", bbox_to_anchor=(0.5, 1), ncols=num_columns, title=None, frameon=False)
+    return grid
 
 
-def picture(fig: plt.Figure, path: Path, caption: str) -> str:
+def picture(grid: sns.FacetGrid, path: Path, caption: str) -> str:
     """Save as PNG; returns the Markdown that shows it."""
-    fig.savefig(f"{path}.png", dpi=200, bbox_inches="tight")
-    plt.close(fig)
+    grid.savefig(f"{path}.png", dpi=200)
+    plt.close(grid.figure)
     return f"![{path.name}]({path.name}.png)\n\n*{caption}*"
 
 
@@ -421,21 +428,43 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     if len(differences):
         text += ["### Difference from the baseline", DIFFERENCE_TEXT, markdown(differences)]
     if args.thresholds:
-        text += ["### Steps to a return", THRESHOLD_TEXT, threshold_table(own, args.thresholds)]
-    fig = draw_curves(curves, "global_step", own.global_step.max(), "Environment steps")
-    text += ["### Return over steps", picture(fig, Path(f"{path}_steps"), CURVE_CAPTION)]
-    unit, seconds = ("hours", 3600) if own.wall_time.max() > 2 * 3600 else ("minutes", 60)
-    own = own.assign(wall_time=own.wall_time / seconds)
-    fig = draw_curves(own, "wall_time", own.wall_time.max(), f"Time ({unit})")
-    text += ["### Return over time", picture(fig, Path(f"{path}_time"), CURVE_CAPTION)]
+        text += ["### Steps to a return", THRESHOLD_TEXT.format(block=window)]
+        text += [threshold_table(own, args.thresholds, window)]
+    grid = draw_curves(curves, "global_step", own.global_step.max(), "Environment steps")
+    text += ["### Return over steps", picture(grid, Path(f"{path}_steps"), CURVE_CAPTION)]
+    own = own.assign(wall_time=own.wall_time / 3600)
+    grid = draw_curves(own, "wall_time", own.wall_time.max(), "Hours")
+    text += ["### Return over time", picture(grid, Path(f"{path}_time"), CURVE_CAPTION)]
     procgen = values[values.env_id.isin(RANGES.env_id)]
     if procgen.own.any() and (num_levels == 0 or num_levels >= 100):  # the published ranges are over many levels
         text += report_scores(args, mode, procgen)
-
-    groups = in_order(values)
-    notes += [] if find_baseline("", groups, args.baseline) else [f"{title}: no baseline {args.baseline}"]
+    if not find_baseline("", in_order(values), args.baseline):
+        notes.append(f"{title}: no baseline {args.baseline}")
     notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
     return text
+
+
+def report_evaluations(args: Args, names: dict[str, str]) -> list[str]:
+    """A table of what evaluate.py has written under the paths. names: the group of each run folder."""
+    files = sorted({file.resolve() for path in args.paths for file in path.rglob("summary.csv")})
+    if not files:
+        return []
+    rows = pd.concat([pd.read_csv(file) for file in files]).drop_duplicates()
+    folders = rows.weights.map(lambda path: Path(path).resolve().parent)
+    rows["group"] = [names.get(str(folder), folder.name) for folder in folders]
+    rows["levels"] = rows["mode"] + " " + rows["levels"] + rows.greedy.map({True: ", greedy", False: ""})
+    means = rows.groupby(["env_id", "levels", "iteration", "group"])["mean"]
+    cells = means.agg(seeds_cell, digits=2).unstack(fill_value="")
+    return ["## Evaluations", EVALUATION_TEXT, markdown(cells.reset_index())]
+
+
+def runs_table(runs: pd.DataFrame) -> str:
+    """A row for each game, machine and script of a group."""
+    runs = runs.sort_values("seed").rename(columns={"env_id": "game", "seed": "seeds", "last_step": "steps"})
+    runs["steps/s"] = runs.steps / runs.seconds
+    runs["folder"] = runs.folder.map(os.path.relpath)
+    rows = runs.groupby(["group", "game", "device", "script", "packages", "folder"], dropna=False, as_index=False)
+    return markdown(rows[["seeds", "steps", "steps/s"]].agg(lambda values: ", ".join(map("{:,.0f}".format, values))))
 
 
 def main(args: Args) -> None:
@@ -449,16 +478,13 @@ def main(args: Args) -> None:
     if runs.empty:
         sys.exit("\n".join([*notes, f"report.py: no runs under {', '.join(map(str, args.paths))}"]))
     args.out.mkdir(parents=True, exist_ok=True)
-    groups = runs.assign(minutes=runs.seconds / 60, speed=runs.last_step / runs.seconds).groupby(["group", *SETTING])
-    counts = groups.agg(games=("env_id", "nunique"), seeds=("seed", "nunique"), runs=("run", "count"))
-    medians = groups[["last_step", "minutes", "speed"]].median().round(2).astype({"last_step": int})
-    text = ["# Training runs", markdown(counts.join(medians).reset_index())]
-    text += ["Last step, minutes and speed (steps/s): medians over the runs."]
+    text = ["# Training runs"]
     for setting, own in curves.groupby(SETTING):
-        setting_runs = runs[(runs[SETTING] == setting).all(axis=1)]
+        own_runs = runs[(runs[SETTING] == setting).all(axis=1)]
         published = references[(references[SETTING] == setting).all(axis=1) & references.env_id.isin(own.env_id)]
-        text += report_setting(args, setting_runs, pd.concat([own, published]), notes)
-    text += ["## Notes", *(f"- {note}" for note in notes)]
+        text += report_setting(args, own_runs, pd.concat([own, published]), notes)
+    text += report_evaluations(args, dict(zip(runs.run, runs.group, strict=True)))
+    text += ["## Runs", RUNS_TEXT, runs_table(runs), "## Notes", *(f"- {note}" for note in notes)]
     (args.out / "report.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     print(*notes, f"wrote {args.out}", sep="\n")
 

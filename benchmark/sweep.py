@@ -1,13 +1,13 @@
-"""Run a sweep, commands × games × seeds, on this machine's GPUs or as a SLURM array.
+"""Run a sweep, commands × games × seeds, on this machine's GPUs or CPU.
 
-    python benchmark/sweep.py --env-ids starpilot bossfight --command "python ppg_procgen.py" --num-seeds 3
+    python benchmark/sweep.py --env-ids starpilot bossfight --command "python ppg_procgen.py" --seeds 1 2 3
 
 The same call again skips finished runs and continues interrupted ones. The folder of a sweep holds
     runs/NAME/           what the training script writes; NAME is {env_id}__{exp_name}__{seed}
     runs/NAME/finished   the command of the run, written when it has ended with exit code 0
     logs/NAME.log        the output of all attempts at the run
 
-Exit codes: 0: all runs are finished (--slurm: submitted); 1: some failed, and are listed at the end; 2: bad arguments,
+Exit codes: 0: all runs are finished; 1: some failed, and are listed at the end; 2: bad arguments,
 or another sweep is at work in the folder; 128 + n: signal n (Ctrl-C, SIGTERM) stopped the sweep and its runs.
 """
 
@@ -33,14 +33,12 @@ SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # they stop a sweep and 
 class Args:
     env_ids: tuple[str, ...]  # games
     command: tuple[str, ...]  # training commands, each in quotes; if several, each needs its own --exp-name
-    num_seeds: int = 3  # seeds for each command and game
+    seeds: tuple[int, ...] = (1, 2, 3)  # seeds of each command and game
     folder: Path | None = None  # folder of the sweep; default: sweeps/ and the exp_name of the first command
-    workers: int | None = None  # runs, or SLURM tasks, at a time; default: 1 on the CPU; on GPUs, one a slot at most
+    workers: int | None = None  # runs at a time; default: 1 on the CPU; on GPUs, one a slot at most
     gpus: tuple[str, ...] | None = None  # GPU slots, as in 0 0 1 or 0,0,1; nothing after the flag: CPU; default: all
     retries: int = 2  # further attempts at a run that fails, except with exit code 2: bad arguments, a gradient of nan
     dry_run: bool = False  # print the commands of the unfinished runs and do nothing
-    slurm: bool = False  # submit the unfinished runs as an array job with slurm.sbatch
-    index: int | None = None  # do only the run with this number, counted from 0: for the tasks of the array job
 
 
 def require(condition: object, message: str) -> None:
@@ -79,28 +77,18 @@ class Run:
         with open(self.log_file, "a", encoding="utf-8") as log:
             print(f"=== {time.strftime('%F %T')} {os.uname().nodename}:", shlex.join(self.argv()), file=log, flush=True)
             streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
-            # a new session: kill() reaches all its processes
+            # a new session: end() reaches all its processes
             self.process = subprocess.Popen(self.argv(), env=environment, start_new_session=True, **streams)
-
-    def kill(self) -> None:
-        """End all processes of the run. It loses what it has done since its checkpoint."""
-        for signum in (signal.SIGTERM, signal.SIGKILL):  # torchrun hands on the first to its ranks, in other sessions
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(self.process.pid, signum)
-                self.process.wait(30)
 
     def result(self) -> str:
         code = self.process.returncode  # -9: killed by signal 9
-        log = self.log_file.read_text("utf-8", "replace").rpartition("\n=== ")[2]
-        box = re.findall(r"^│ (\w.*?) *│$", log, re.MULTILINE)  # tyro's: its first line says which flag is bad
-        reason = box[0] if box else re.findall(r"\w.*", log)[-1]
-        return f"exit code {code}: {reason}" if code else "finished"
+        words = re.findall(r"\w.*", self.log_file.read_text("utf-8", "replace"))
+        return f"exit code {code}: {words[-1]}" if code else "finished"
 
 
 def plan(args: Args) -> list[Run]:
-    """All runs. Their order depends only on the flags: an array task knows its run by the number."""
-    runs = {}
-    commands = {}
+    """All runs, the first seed of everything first."""
+    runs, commands = {}, {}
     for text in args.command:
         words = shlex.split(text)
         require(words and shutil.which(words[0]), f"--command {text!r} does not begin with a program that exists")
@@ -114,7 +102,7 @@ def plan(args: Args) -> list[Run]:
         commands[exp_name] = words
     require(len(commands) == len(args.command), "commands need different names: give each its own --exp-name")
     args.folder = args.folder or Path("sweeps", next(iter(commands)))
-    for seed in range(1, args.num_seeds + 1):
+    for seed in args.seeds:
         for exp_name, words in commands.items():
             for env_id in args.env_ids:
                 name = f"{env_id}__{exp_name}__{seed}".replace("/", "_")
@@ -130,14 +118,24 @@ def gpu_slots(args: Args) -> list[str | None]:
         gpus = ",".join(re.findall(r"^\d+$", output, re.MULTILINE)) or None  # other lines say what is wrong
     if gpus in (None, "", "-1"):
         return [None if gpus is None else ""] * (args.workers or 1)
-    slots = gpus.split(",")
-    return slots[: args.workers]
+    return gpus.split(",")[: args.workers]
+
+
+def end(runs: list[Run]) -> None:
+    """End all processes of these runs. They lose what they have done since their checkpoints."""
+    for signum in (signal.SIGTERM, signal.SIGKILL):  # torchrun hands on the first to its ranks, in other sessions
+        for run in runs:
+            with suppress(ProcessLookupError):
+                os.killpg(run.process.pid, signum)
+        deadline = time.monotonic() + 30
+        for run in runs:
+            with suppress(subprocess.TimeoutExpired):
+                run.process.wait(max(0, deadline - time.monotonic()))
 
 
 def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]:
     """Do the runs. Returns those that failed."""
-    running = []
-    failed = []
+    running, failed = [], []
     try:
         while waiting or running:
             while waiting and slots:
@@ -146,7 +144,7 @@ def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]
                 running.append(run)
             time.sleep(0.1)
             for run in [run for run in running if run.process.poll() is not None]:
-                run.kill()  # what a crashed run left behind must not share the GPU with the next one
+                end([run])  # what a crashed run left behind must not share the GPU with the next one
                 running.remove(run)
                 slots.append(run.slot)
                 say(f"{run.name}: {run.result()}")
@@ -157,8 +155,7 @@ def work(waiting: list[Run], slots: list[str | None], retries: int) -> list[Run]
                 else:
                     waiting.append(run)
     finally:
-        for run in running:
-            run.kill()
+        end(running)
         for run in running:
             say(f"{run.name}: stopped; the same call again continues")
     return failed
@@ -173,8 +170,6 @@ def stop(signum: int, frame: object) -> None:
 def main(args: Args) -> int:
     runs = plan(args)
     require(args.workers is None or args.workers >= 1, "--workers must be at least 1")
-    if args.index is not None:  # a task repeats the flags of the call that submitted it, and adds --index
-        runs = [runs[args.index]]
     todo = [run for run in runs if not run.is_finished()]
     if args.dry_run:
         print(*(shlex.join(run.argv()) for run in todo), sep="\n")
@@ -182,20 +177,12 @@ def main(args: Args) -> int:
     (args.folder / "logs").mkdir(parents=True, exist_ok=True)
     lock = open(args.folder / "lock", "a+")
     try:
-        # Tasks share this lock with each other, not with a sweep. The training script locks each run.
-        fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_EX if args.index is None else fcntl.LOCK_SH))
+        fcntl.flock(lock, fcntl.LOCK_NB | fcntl.LOCK_EX)
     except BlockingIOError:
         require(False, f"another sweep is at work in {args.folder}")
     say(f"{args.folder}: {len(runs) - len(todo)} of {len(runs)} runs are finished")
     if not todo:
         return 0
-    if args.slurm and args.index is None:
-        script = Path(__file__).with_name("slurm.sbatch")
-        array = ",".join(str(runs.index(run)) for run in todo) + (f"%{args.workers}" if args.workers else "")
-        options = [f"--array={array}", f"--job-name={args.folder.name}", f"--output={args.folder}/logs/slurm-%A_%a.log"]
-        lock.close()  # the tasks may start before sbatch returns
-        task = [sys.executable, Path(__file__).resolve(), *sys.argv[1:]]  # in this folder, where SLURM starts tasks
-        return subprocess.run(["sbatch", *options, script, *task]).returncode
     for signum in SIGNALS:
         if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP, and it stays ignored
             signal.signal(signum, stop)

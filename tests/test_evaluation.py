@@ -10,6 +10,7 @@ import imageio_ffmpeg
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 import tyro
 from conftest import ROOT, comparable, level_seeds, make_agent, make_args, read_rows, train
@@ -18,6 +19,7 @@ from worker import SmallCNN
 import ppg_procgen
 import ppo_procgen
 from benchmark import evaluate as tool
+from benchmark import report
 from ppg_procgen import NUM_LEVELS
 
 GAME = {"env_id": "bossfight", "num_levels": 2, "start_level": 25, "total_timesteps": 128}  # short episodes
@@ -37,6 +39,9 @@ class make_envs:  # a level's number gives its length; rewards of 1, in hard mod
         self.time += 1
         ends = np.array([self.time == self.length])
         return np.full((1, 64, 64, 3), 7, np.uint8), np.array([self.reward]), ~ends & ends, ends, {}
+
+    def close(self):
+        pass
 """
 
 
@@ -127,13 +132,13 @@ def command(*argv):
     """What the command writes: its episodes and its summary."""
     args = tyro.cli(tool.Args, args=["--no-cuda", *map(str, argv)])
     tool.main(args)
-    out = args.out or max((args.path / "evaluation").iterdir())
+    out = args.out or max((args.paths[0] / "evaluation").iterdir())
     return pd.read_csv(out / "episodes.csv"), pd.read_csv(out / "summary.csv")
 
 
 def test_each_level_is_played_whatever_the_batches(monkeypatch):
     def play(**flags):
-        rows = tool.play(ppg_procgen, SimpleAgent(1, 1), config, tool.Args(path=None, **flags), range(7), "")
+        rows = tool.play(ppg_procgen, SimpleAgent(1, 1), config, tool.Args(paths=(), **flags), range(7), "")
         return rows.sort_values("level", ignore_index=True)
 
     config = ppg_procgen.Args(env_id="fruitbot", cuda=False, num_envs=1)
@@ -179,6 +184,28 @@ def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
     assert again["return"].tolist() == episodes["return"].tolist()[:4]
 
 
+def test_agents_on_the_same_levels_are_paired_in_a_table_that_the_report_reads(evaluated, tmp_path, capsys):
+    _, run_dir, _ = evaluated
+    other = shutil.copytree(run_dir, tmp_path / "other", ignore=shutil.ignore_patterns("evaluation"))
+    state = torch.load(other / "agent.pt")
+    torch.save({name: x.roll(1, 0) for name, x in state.items()}, other / "agent.pt")
+    (other / "checkpoint.pt").unlink()
+    flags = "--levels train 40:46 --episodes 6 --out".split()
+    episodes, summary = command(run_dir, other, run_dir / "agent.pt", *flags, tmp_path / "out")
+    means = episodes.groupby(["levels", "level", "weights"])["return"].mean().unstack()
+    for row in summary.to_dict("records"):
+        differences = (
+            means.loc[row["levels"], str(row["weights"])] - means.loc[row["levels"], str(run_dir / "checkpoint.pt")]
+        )
+        interval = scipy.stats.ttest_1samp(differences, 0).confidence_interval()
+        ours = row["difference"], row["difference_low"], row["difference_high"]
+        if row["iteration"] == "unknown":  # not of the first agent
+            assert ours == pytest.approx((differences.mean(), *interval), nan_ok=True)
+    assert summary["difference"].notna().sum() == 4 and capsys.readouterr().out.count(f"minus {run_dir}") == 4
+    text = report.report_evaluations(report.Args((tmp_path,)), {str(run_dir.resolve()): "a group"})[-1]
+    assert "a group" in text and " other " in text and f"{summary['mean'][0]:.2f} (1)" in text
+
+
 def make_run(folder, source, **flags):
     """The run folder of a copy, with an agent that prefers its actions clearly."""
     (folder / "my_ppg.py").write_text(source)
@@ -209,12 +236,12 @@ def test_other_environments_are_played_by_their_seeds_greedily_in_hard_mode_with
     Path("run").mkdir()
     make_run(tmp_path / "run", "import argparse\nimport my_module\n" + SOURCE + ENVS, env_id="Other-v0")
     out = tmp_path / "12:30"
-    episodes, summary = command(tmp_path / "run", *"--greedy --levels 12:15 --modes hard --video --out".split(), out)
+    episodes, summary = command(tmp_path / "run", *"--greedy --levels 12:15 --mode hard --video --out".split(), out)
     rows = episodes.sort_values("level")[["level", "length", "return"]]
     assert rows.values.tolist() == [[12, 1, 2], [13, 2, 4], [14, 3, 6]]
     assert summary["score"].isna().all()
     assert sys.modules["evaluated_script"].Policy(torch.tensor([[0.0, 0.1]] * 99)).sample().all()
-    _, *frames = imageio_ffmpeg.read_frames(f"{out}/hard_12-15.mp4")
+    _, *frames = imageio_ffmpeg.read_frames(f"{out}/0_hard_12-15.mp4")
     assert len(frames) == 3
 
 
@@ -228,8 +255,8 @@ def test_a_video_has_procgens_own_images(tmp_path, monkeypatch):
 BAD = {
     "--env-id maze --levels test": "none are unseen",
     "--env-id maze --levels 5:3": "no such levels",
-    "--env-id maze --out out": "choose another --out",  # results are never replaced
-    "--env-id maze --episodes 0": "--episodes must be at least 1",
+    "--env-id maze --out out": "--out out is not empty",  # results are never replaced
+    "--env-id maze --episodes 0": "--episodes of at least 1",
     "--env-id maze": "one file of",
     "": "add --env-id",
 }

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,7 +28,6 @@ def write_run(root, env_id="starpilot", exp_name="ppg_procgen", seed=1, *, num_r
     args |= {"distribution_mode": "easy", "total_timesteps": num_rows * BATCH} | flags
     k = np.arange(1, num_rows + 1)
     columns = {"global_step": BATCH * k, "wall_time": 36 * k, "charts/mean_return_100": seed + k}
-    columns["losses/aux/kl_loss"] = np.where(k % 32, np.nan, 0.1)
     columns["eval/test_return"] = np.where(k % 10, np.nan, 0.6 * k)
     folder = Path(root, f"{env_id}__{exp_name}__{seed}")
     folder.mkdir(parents=True)
@@ -44,7 +44,7 @@ def write_events(folder, returns) -> None:
 
 
 def curve(values, steps, seed=1) -> pd.DataFrame:
-    fixed = {"own": True, "group": "a", "env_id": "maze", "seed": seed, "run": str(seed), "aux_phase": False}
+    fixed = {"own": True, "group": "a", "env_id": "maze", "seed": seed, "run": str(seed)}
     return pd.DataFrame({"global_step": steps, "wall_time": steps, "episodic_return": values, **fixed})
 
 
@@ -94,14 +94,24 @@ def test_published_rows_that_can_be_compared():
 
 
 def test_tables_are_those_of_scipy_and_rliable():
-    x, y = np.random.default_rng(0).normal(size=(2, 5, 16)).round(1)  # rounded, so that there are ties
-    [ours, other] = rows_of("#\n" + report.aggregate_table({"ours": x, "PPO": y}, "ppo", reps=200), "#")[1:]
-    expected = x.mean(), scipy.stats.trim_mean(x, 0.25, axis=None), metrics.probability_of_improvement(x, y)
-    for cell, value in zip(ours[2:], expected, strict=True):
-        point, low, high = map(float, re.findall(r"-?\d\.\d+", cell))
-        assert point == pytest.approx(value, abs=1e-3) and low < point < high
-    assert ours[:2] == ["ours", "5"] and other[-1] == "-"
-    assert report.estimate([x[:2]], metrics.aggregate_mean, reps=50) == f"{x[:2].mean():.3f}"  # of two: no interval
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(2, 5, 16)).round(1)  # rounded, so that there are ties
+
+    def statistics(x, y):
+        return x.mean(), scipy.stats.trim_mean(x, 0.25, axis=None), np.mean((np.sign(x[:, None] - y) + 1) / 2)
+
+    samples = [[np.take_along_axis(z, rng.integers(5, size=z.shape), 0) for z in (x, y)] for _ in range(4000)]
+    intervals = np.quantile([statistics(*sample) for sample in samples], [0.025, 0.975], axis=0).T
+    [ours, other] = rows_of("#\n" + report.aggregate_table({"ours": x, "PPO": y}, "ppo", reps=4000), "#")[1:]
+    for cell, value, interval in zip(ours[2:], statistics(x, y), intervals, strict=True):
+        point, *ends = map(float, re.findall(r"-?\d\.\d+", cell))
+        assert point == pytest.approx(value, abs=1e-3) and ends == pytest.approx(interval, abs=0.1 * np.ptp(interval))
+    assert statistics(x, y)[2] == pytest.approx(metrics.probability_of_improvement(x, y))
+    assert ours[:2] == ["ours", "5"] and other[-1] == "–"
+    x, y = x[:3, :3], y[:3, :3]  # nine scores: no intervals
+    few = rows_of("#\n" + report.aggregate_table({"ours": x, "PPO": y}, "ppo", reps=50), "#")
+    assert few[1][2:] == [*map("{:.3f}".format, statistics(x, y)[:2]), "–"]
+    assert report.estimate([x[:2]], metrics.aggregate_mean, reps=50) == f"{x[:2].mean():.3f}"  # of two seeds neither
     low, high = scipy.stats.ttest_1samp([1.0, 2.0, 6.0], 0).confidence_interval(0.95)
     assert report.seeds_cell(pd.Series([1.0, 2, 6]), 2) == f"3.00 ± 2.65 [{low:.2f}, {high:.2f}] (3)"
     assert report.seeds_cell(pd.Series([6.0, 1]), 2) == "6.00, 1.00 (2)"
@@ -122,11 +132,26 @@ def test_difference_from_the_baseline():
 
 
 @pytest.mark.parametrize("x", ["global_step", "wall_time"])
-def test_a_line_is_the_mean_of_all_runs_and_ends_with_the_first(x):
+def test_what_is_drawn(x):
+    """The mean of all runs and its band, until the first of them ends, and each run."""
     steps = np.arange(1.0, 101)
     curves = pd.concat([curve(np.full(n, float(n)), steps[:n], seed=n) for n in (40, 80, 100)])
-    [line] = report.draw_curves(curves, x, 100, "").axes[0].lines
-    assert line.get_xdata().tolist() == steps[:40].tolist() and set(line.get_ydata()) == {220 / 3}
+    [ax] = report.draw_curves(curves, x, 100, "").axes.flat
+    mean, *runs = (line.get_xydata() for line in ax.lines if len(line.get_xdata()))
+    assert mean == pytest.approx(np.column_stack([steps[:40], np.full(40, 220 / 3)]))
+    for n, run in zip((100, 40, 80), runs, strict=True):  # in the order of names
+        assert run == pytest.approx(np.column_stack([steps[:n], np.full(n, n)]))
+    [band] = ax.collections
+    corners = {(x, round(y, 3)) for x, y in band.get_paths()[0].vertices}
+    assert corners == {(k, round(220 / 3 + sign * 30.55050, 3)) for k in steps[:40] for sign in (-1, 1)}
+
+
+def test_a_published_row_is_drawn_in_the_middle_of_its_steps():
+    curves = curve([1.0, 2, 3], [100, 200, 300]).assign(own=False)
+    assert report.draw_curves(curves, "global_step", 300, "").axes[0].lines[0].get_xdata()[[0, -1]].tolist() == [
+        51,
+        252,
+    ]
 
 
 def test_runs_are_found_once_and_read(tmp_path):
@@ -138,7 +163,6 @@ def test_runs_are_found_once_and_read(tmp_path):
     assert runs.iloc[0][["group", "env_id", "seed", "num_levels"]].tolist() == ["wide", "maze", 3, 200]
     assert runs.last_step.tolist() == [100 * BATCH] and notes == []
     assert curves.group.value_counts().to_dict() == {"wide": 100, "wide, unseen levels": 10}
-    assert curves.aux_phase[curves.group == "wide"].sum() == 3
 
 
 def test_cleanrl_events_become_means_of_the_last_100_episodes(tmp_path):
@@ -156,29 +180,28 @@ def test_broken_and_foreign_runs_are_named_and_do_not_stop_the_others(tmp_path):
     (tmp_path / "link").symlink_to(write_run(tmp_path.with_name("elsewhere"), seed=3))  # a link is followed
     write_run(tmp_path / "good", seed=4).joinpath("metrics.csv").write_text("global_step,wall_time\n256,1\n")
     bad = [write_run(tmp_path / "bad", seed=10 + k) for k in range(4)]
-    bad.append(write_run(tmp_path / "bad", seed=20, distribution_mode="../../esc"))
     (bad[0] / "metrics.csv").write_bytes(b"\xff\xfe\x00" * 99)
     (bad[1] / "metrics.csv").unlink()
     (bad[2] / "metrics.csv").write_text("global_step,wall_time\n16384")
     (bad[3] / "args.json").write_text('{"args": {')
     page = make_page(tmp_path / "out", tmp_path)
     assert all(f"- {folder}: left out" in page for folder in bad) and page.count("left out") == len(bad)
-    assert rows_of(page, "# Training runs")[1] == "ppg_procgen easy 0 1 3 3 1638400 60.0 455.11".split()
-    assert "no episode has finished yet: ppg_procgen starpilot seed 4" in page and not list(tmp_path.rglob("*esc*"))
+    [_, *rows] = rows_of(page, "## Runs")
+    assert [row[6:] for row in rows] == [["3", "1,638,400", "455"], ["1, 4", "1,638,400, 256", "455, 256"]]
+    assert re.search(r"no episode has finished yet: \S+starpilot__ppg_procgen__4 \(at 256\)\n", page)
     with pytest.raises(SystemExit, match="report.py: no such file or folder: .*misspelt"):
         make_page(tmp_path / "out", tmp_path, tmp_path / "misspelt")
 
 
-def test_early_ends_and_repeats_are_said(tmp_path):
+def test_early_ends_are_said(tmp_path):
     levels = {"num_levels": 99}  # too few for scores, and without published runs
     write_run(tmp_path, "maze", seed=1, total_timesteps=101 * BATCH - 1, **levels)  # it has ended: no whole batches
     write_run(tmp_path, "maze", seed=2, num_rows=30, total_timesteps=100 * BATCH, **levels)
-    again = write_run(tmp_path / "again", "maze", seed=1, num_rows=50, **levels)
     page = make_page(tmp_path / "out", tmp_path, step=50 * BATCH)
-    repeat, early, baseline, absent = page.split("## Notes")[1].strip().split("\n\n")
-    assert f"{again}: left out" in repeat
-    assert early.endswith("still running: ppg_procgen maze seed 2 (at 491,520)")
-    assert absent.endswith("no value at 819,200 steps: ppg_procgen maze seed 2 (at 491,520)")
+    early, baseline, absent = page.split("## Notes")[1].strip().split("\n\n")
+    path = os.path.relpath(tmp_path / "maze__ppg_procgen__2")
+    assert early.endswith(f"still running: {path} (at 491,520)")
+    assert absent.endswith(f"no value at 819,200 steps: {path} (at 491,520)")
     assert baseline.endswith("no baseline ppo") and "Normalized" not in page and "from 778,240 to 819,200" in page
 
 
@@ -194,13 +217,29 @@ def test_flags_that_change_the_numbers_make_groups(tmp_path):
     assert sorted(runs.group) == groups and notes == []
 
 
-def test_different_scripts_in_a_group_are_said(tmp_path):
-    for seed, script in enumerate(["loss = x", "loss = -x", "loss = x"]):
-        write_run(tmp_path, "maze", seed=seed).joinpath("ppg_procgen.py").write_text(script)
-        args = write_run(tmp_path, "miner", "old", seed) / "args.json"
-        args.write_text(args.read_text().replace("abc", script))
-    for note, run in zip(report.load_runs((tmp_path,))[2], ["old miner", "ppg_procgen maze"], strict=True):
-        assert note.startswith("2 different scripts") and note.endswith(f"than most runs: {run} seed 1 (at 1,638,400)")
+def test_runs_of_one_group_that_differ_are_never_pooled_without_a_word(tmp_path):
+    def groups(*runs):
+        for seed, (folder, script, record) in enumerate(runs):
+            file = write_run(tmp_path / folder, "maze", "x", seed % 2) / "args.json"
+            (file.parent / "x.py").write_text(script)
+            file.write_text(json.dumps(json.loads(file.read_text()) | record))
+        found = set(report.load_runs((tmp_path,))[0].group)
+        shutil.rmtree(tmp_path / "a")
+        return found
+
+    new, torch = {"device": "cpu"}, {"packages": {"torch": "2.13", "pip": "1"}}
+    assert groups(("a", "y = x  # comment", new), ("a", "y = x", new)) == {"x"}
+    assert groups(("a", "y = x", new), ("a", "y = -x", new)) == {"x, mixed scripts"}
+    assert groups(("a", "", new), ("a", "", {"device": "NVIDIA H200"})) == {"x --cuda False", "x --cuda True"}
+    assert groups(("a", "", {"device": "NVIDIA H100"}), ("a", "", {"device": "NVIDIA H200"})) == {"x, mixed devices"}
+    assert groups(("a", "", torch), ("a", "", {"packages": {"torch": "2.12"}})) == {"x, mixed packages"}
+    assert groups(("a/1", "", new), ("a/2", "", new), ("a/3", "", new)) == {"x, mixed folders, repeated seeds"}
+
+
+def test_old_and_new_names_of_one_setting_are_one_group(tmp_path):
+    write_run(tmp_path, "maze", "x", 1, n_iteration=32, vf_coef=0.5, clip_vloss=False, tf32=True)  # before 0.11
+    write_run(tmp_path, "maze", "x", 2, n_iteration=32, vf_coef=1.0)
+    assert set(report.load_runs((tmp_path,))[0].group) == {"x"}
 
 
 @pytest.mark.slow
@@ -216,16 +255,16 @@ def test_a_page_on_many_levels(tmp_path):
     for k in range(7):
         write_run(tmp_path / "runs", "miner" if k > 3 else "maze", seed=k % 4 + 1, num_rows=120 if k > 3 else 100)
     write_run(tmp_path / "runs", "Other-v0", num_rows=120)
-    page = make_page(tmp_path / "out", tmp_path / "runs", thresholds=(4, 104))
+    page = make_page(tmp_path / "out", tmp_path / "runs", thresholds=(4, 92))
     [header, _, maze, _] = rows_of(page, "### Return at 1,572,864 steps")
     assert "from 1,310,720 to 1,572,864" in page  # 262,144: the interval of published rows
     assert header == ["game", "ppg_procgen", "PPO (openai/train-procgen)"] and maze[1].endswith("] (4)")
     [_, ours, published] = rows_of(page, "### Over maze, miner")  # with the seeds that both games have
-    assert ours[:2] == ["ppg_procgen", "3"] and ours[-1].startswith("1.000") and published[-1] == "-"
+    assert ours[:2] == ["ppg_procgen", "3"] and ours[-1] == published[-1] == "–"  # too few
     [header, _, maze, _] = rows_of(page, "### Steps to a return")
-    assert header == ["game", "group", "steps to 4", "hours to 4", "steps to 104", "hours to 104"]
-    assert maze[2:4] == ["49,152; 32,768; 16,384; 16,384", "0.03; 0.02; 0.01; 0.01"]
-    assert maze[4:] == ["–; –; –; 1,638,400", "–; –; –; 1.00"]
+    assert header == ["game", "group", "steps to 4", "hours to 4", "steps to 92", "hours to 92"]
+    assert maze[2:4] == ["262,144; 262,144; 262,144; 262,144", "0.16; 0.16; 0.16; 0.16"]  # rows 1 to 16
+    assert maze[4:] == ["–; –; –; 1,572,864", "–; –; –; 0.96"]  # rows 81 to 96, of seed 4: 92.5
     for name in ("easy_steps", "easy_time"):
         image = np.asarray(Image.open(tmp_path / "out" / f"{name}.png").convert("L"))
         assert f"({name}.png)" in page and image.std() > 10 and image.shape[1] > 700

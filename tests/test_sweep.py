@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -28,12 +29,13 @@ done
 echo "$game $how ${CUDA_VISIBLE_DEVICES-unset} ${OMP_NUM_THREADS-unset}" >>starts
 exec 9>"lock.${CUDA_VISIBLE_DEVICES-$game}"
 flock --nonblock 9 || { echo locked; exit 1; }  # two runs share a GPU, or an attempt has left a process
-[ $how = continues ] && [ "$1" = --size ] && { printf "%s\\n" "╭─ Error ─╮" "│ size cannot change │" ╰──╯; exit 2; }
+[ $how = continues ] && [ "$1" = --size ] && { echo size cannot change; exit 2; }
 mkdir -p "$run_dir"
 touch "$run_dir/args.json"
 [ -e fixed ] || case $game in
     flaky) [ $how = continues ] || exit 1 ;;
     crash) sleep 1000 & echo the GPU caught fire; exit 1 ;;
+    slow) trap "sleep 1; exit" TERM; echo >>ready; until [ -e fixed ]; do sleep 0.02; done ;;
     waits)  # with a process in a session of its own, as torchrun has
         setsid sleep 1000 & trap "kill $!" EXIT; trap exit TERM
         echo >>ready
@@ -51,7 +53,6 @@ def folder(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     Path("benchmark").mkdir()
     shutil.copy(ROOT / "benchmark" / "sweep.py", "benchmark")
-    shutil.copy(ROOT / "benchmark" / "slurm.sbatch", "benchmark")
     add_program("train", FAKE)
 
 
@@ -62,7 +63,7 @@ def add_program(name: str, source: str) -> None:
 
 def start(*words: str, folder="sweep", command="train", prefix=()) -> subprocess.Popen:
     """Start a sweep. words: games and flags."""
-    argv = [*prefix, sys.executable, "-m", "benchmark.sweep", "--folder", folder, "--num-seeds", "1"]
+    argv = [*prefix, sys.executable, "-m", "benchmark.sweep", "--folder", folder, "--seeds", "1"]
     argv += ["--command", command, "--env-ids", *words]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -146,22 +147,20 @@ def test_a_signal_stops_the_runs_and_a_moved_folder_continues(signum):
     assert starts(0) == ["waits"] * 3 and starts(1) == ["begins", "begins", "continues"]
 
 
-def test_slurm_array_does_the_unfinished_runs():
-    add_program("sbatch", 'echo $1; for i in 1 2; do SLURM_ARRAY_TASK_ID=$i bash "${@:4}" & done; wait')
-    assert run("fine")[0] == 0
-    code, output = run("fine", "crash", "fine.2", "--slurm", "--workers", "2")
-    assert code == 0 and "--array=1,2%2" in output
-    assert "1 of 1 runs failed" in output and "all runs are finished" in output
-    assert sorted(starts(0)) == ["crash", "crash", "crash", "fine", "fine"]
-    assert set(starts(3)) == {str(len(os.sched_getaffinity(0)))}  # a task has all cores
+def test_all_runs_are_ended_then_waited_for():
+    process = start("slow", "slow.2", "slow.3", "slow.4", *"--gpus 0 1 2 3".split())
+    wait_for(lambda: Path("ready").exists() and Path("ready").stat().st_size == 4)
+    process.terminate()
+    began = time.monotonic()
+    assert process.communicate(timeout=60)[0].count("stopped") == 4 and time.monotonic() - began < 3
 
 
 def test_names_of_runs_and_the_flags_that_a_sweep_sets():
     def names(flags: str) -> list[str]:
-        return [run.name for run in sweep.plan(sweep.Args(("maze",), (f"sh train.py {flags}",), num_seeds=1))]
+        return [run.name for run in sweep.plan(sweep.Args(("maze",), (f"sh train.py {flags}",), seeds=(4, 2)))]
 
-    assert names("--seed-offset 3 --exp-name 'my run' --resumed") == ["maze__my run__1"]
-    assert names("--exp_name=other") == ["maze__other__1"]
+    assert names("--seed-offset 3 --exp-name 'my run' --resumed") == ["maze__my run__4", "maze__my run__2"]
+    assert names("--exp_name=other") == ["maze__other__4", "maze__other__2"]
     for flag in ("--env-id maze", "--env_id=maze", "--seed 1", "--run_dir x", "--resume=x"):
         with pytest.raises(SystemExit, match="2"):
             names(flag)

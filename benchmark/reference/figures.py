@@ -29,7 +29,7 @@ def draw_n_pi(rows: pd.DataFrame) -> plt.Figure:
     """Scores for each N_pi, and their difference from the default's mean. Bands: from the lowest to the highest run."""
     default = rows[rows.setting == "ppg_n_pi_32"].groupby("iterations").score.mean()
     settings = [*(f"ppg_n_pi_{n}" for n in (32, 16, 8, 4, 2)), "ppo"]
-    colors = [COLORS[f"PPG ({AUTHORS})"], *OTHER_COLORS[:4], COLORS[f"PPO ({AUTHORS})"]]
+    colors = [COLORS["PPG ("], *OTHER_COLORS[:4], COLORS["PPO ("]]
     look = {"hue_order": settings, "palette": colors, "errorbar": ("pi", 100)}
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
     for ax, y, base in zip(axes, ["score", "difference from N_pi 32"], [0, rows.iterations.map(default)], strict=True):
