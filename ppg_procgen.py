@@ -109,7 +109,7 @@ class Args:
     # dual: two networks; detach: one, L_value trains its value head only; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; 8 may help in short runs
+    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; 8 may help up to about 1.5M steps
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
@@ -728,7 +728,8 @@ class Run:
     def begin(self, args):
         """Record what the run begins with. What it continues with must be the same."""
         script, record = self.folder / Path(__file__).name, self.folder / "args.json"
-        about = {"args": asdict(args) | {"num_ranks": NUM_RANKS}, "device": args.device}
+        gpu = torch.cuda.get_device_name() if args.device != "cpu" else None
+        about = {"args": asdict(args) | {"num_ranks": NUM_RANKS}, "device": gpu or "cpu"}
         about |= {"threads": torch.get_num_threads(), "python": sys.version}
         about["packages"] = {x.name: x.version for x in metadata.distributions()}
         about = json.dumps(about, indent=2).encode()
@@ -798,9 +799,8 @@ def get_state(x):
     if isinstance(x, Tensor):
         return x.cpu().clone()
     state = x.state_dict() if hasattr(x, "state_dict") else x.__dict__
-    torch.save(state, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, "cpu", weights_only=True)  # if it cannot be loaded, it fails now
+    torch.save(state, file := io.BytesIO())  # what cannot be saved or loaded fails now
+    return torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
 
 
 def set_state(x, state):

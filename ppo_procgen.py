@@ -592,7 +592,8 @@ class Run:
     def begin(self, args):
         """Record what the run begins with. What it continues with must be the same."""
         script, record = self.folder / Path(__file__).name, self.folder / "args.json"
-        about = {"args": asdict(args) | {"num_ranks": NUM_RANKS}, "device": args.device}
+        gpu = torch.cuda.get_device_name() if args.device != "cpu" else None
+        about = {"args": asdict(args) | {"num_ranks": NUM_RANKS}, "device": gpu or "cpu"}
         about |= {"threads": torch.get_num_threads(), "python": sys.version}
         about["packages"] = {x.name: x.version for x in metadata.distributions()}
         about = json.dumps(about, indent=2).encode()
@@ -662,9 +663,8 @@ def get_state(x):
     if isinstance(x, Tensor):
         return x.cpu().clone()
     state = x.state_dict() if hasattr(x, "state_dict") else x.__dict__
-    torch.save(state, file := io.BytesIO())
-    file.seek(0)
-    return torch.load(file, "cpu", weights_only=True)  # if it cannot be loaded, it fails now
+    torch.save(state, file := io.BytesIO())  # what cannot be saved or loaded fails now
+    return torch.load(io.BytesIO(file.getvalue()), "cpu", weights_only=True)
 
 
 def set_state(x, state):

@@ -364,19 +364,13 @@ def draw_curves(curves: pd.DataFrame, x: str, limit: float, label: str) -> sns.F
     num_runs = rows.groupby(["env_id", "group"]).run.transform("nunique")
     shared = rows[rows.groupby([x, "env_id", "group"]).run.transform("count") == num_runs]  # until the first run ends
     colors, dashes = looks(groups := in_order(curves))
-    look = {
-        "x": x,
-        "y": "y",
-        "hue": "group",
-        "hue_order": groups,
-        "palette": colors,
-        "style": "group",
-        "dashes": dashes,
-    }
-    num_columns = min(4, rows.env_id.nunique())
+    look = {"x": x, "y": "y", "hue": "group", "hue_order": groups, "palette": colors}
+    look |= {"style": "group", "dashes": dashes}
+    num_columns = 4 if rows.env_id.nunique() > 4 else min(2, rows.env_id.nunique())
     height = 1.2 + 2.2 / num_columns
     panels = {"col": "env_id", "col_wrap": num_columns, "height": height, "aspect": WIDTH / num_columns / height}
-    grid = sns.relplot(shared, kind="line", errorbar="sd", facet_kws={"sharey": False}, **look, **panels)
+    panels["facet_kws"] = {"sharey": False, "legend_out": False}
+    grid = sns.relplot(shared, kind="line", errorbar="sd", **look, **panels)
     for game, ax in grid.axes_dict.items():
         thin = {"units": "run", "estimator": None, "legend": False, "linewidth": 0.5, "alpha": 0.6, "ax": ax}
         sns.lineplot(rows[rows.env_id == game], **look, **thin)
