@@ -170,9 +170,8 @@ def start_ranks(start):
             port = server.getsockname()[1]  # free; a fixed one may be that of another session of pytest
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
         numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
-        return [
-            start(*task, *flags, **environment, **x) for x, flags in zip(numbers, own or [[]] * num_ranks, strict=True)
-        ]
+        own = own or [[]] * num_ranks
+        return [start(*task, *flags, **environment, **x) for x, flags in zip(numbers, own, strict=True)]
 
     return start_ranks
 

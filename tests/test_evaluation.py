@@ -192,11 +192,9 @@ def test_agents_on_the_same_levels_are_paired_in_a_table_that_the_report_reads(e
     (other / "checkpoint.pt").unlink()
     flags = "--levels train 40:46 --episodes 6 --out".split()
     episodes, summary = command(run_dir, other, run_dir / "agent.pt", *flags, tmp_path / "out")
-    means = episodes.groupby(["levels", "level", "weights"])["return"].mean().unstack()
+    means = episodes.groupby(["weights", "levels", "level"])["return"].mean()
     for row in summary.to_dict("records"):
-        differences = (
-            means.loc[row["levels"], str(row["weights"])] - means.loc[row["levels"], str(run_dir / "checkpoint.pt")]
-        )
+        differences = means[row["weights"], row["levels"]] - means[str(run_dir / "checkpoint.pt"), row["levels"]]
         interval = scipy.stats.ttest_1samp(differences, 0).confidence_interval()
         ours = row["difference"], row["difference_low"], row["difference_high"]
         if row["iteration"] == "unknown":  # not of the first agent

@@ -1,108 +1,138 @@
-"""The tables of results/README.md and GUIDE.md, computed again from the committed metrics."""
+"""The tables and verdicts of README.md, results/README.md and RECIPES.md, computed again from the committed metrics."""
 
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 import tyro
 from conftest import ROOT
+from scipy import stats
 
 from benchmark import evaluate, report
 from benchmark.reference.figures import scores_by_n_pi
 
 RESULTS = ROOT / "benchmark" / "results"
-TEXT = (RESULTS / "README.md").read_text()
+TEXT = (RESULTS / "README.md").read_text().replace("−", "-")
+README = (ROOT / "README.md").read_text().replace("−", "-")
 RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in RESULTS.glob("p*/metrics.csv")}
-PPO = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
-RETURN, VARIANCE, KL = "charts/mean_return_100", "losses/explained_variance", "losses/aux/kl_loss"
+PUBLISHED = pd.read_csv(report.REFERENCE / "ppo_easy_updates.csv.gz")  # PPO, to update 160
+WINDOWS = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
+RETURN = "charts/mean_return_100"
+NAMES = {  # of the runs in a column of the tables
+    "PPG, two networks": "ppg_{}_1",
+    "PPG, single network": "ppg_detach_{}_1",
+    "the same, N_π 8": "ppg_(detach_n8_cpu|detach_n8_h200|n8)_{}_.",
+    "PPG on the H200": "ppg_detach_n8_h200_{}_.",
+    "PPO on the H200": "ppo_h200_{}_.",
+    "our PPO": r"ppo_(cpu_|h200_)?{}_\d+",
+}
+SMALL = report.value_at_step(report.load_runs((RESULTS / "small",))[1], 32_768, 0.05 * 32_768)
+ONE_LEVEL = {"PPG": "ppg_detach", "CleanRL's PPG": "cleanrl_ppg", "our PPO": "ppo_procgen"}
 
 
-def table(beginning: str, text: str = TEXT) -> dict[str, list[list[str]]]:
-    """The table whose header has this beginning: for the first cell of each row, the numbers in its other cells."""
-    lines = text[text.index(f"\n| {beginning}") + 1 :].split("\n\n")[0].splitlines()
-    rows = [line.replace("−", "-").strip("| ").split(" | ") for line in lines[2:]]
-    return {name: [re.findall(r"-?\d+\.\d+", cell) for cell in cells] for name, *cells in rows}
+def table(beginning: str, text: str = TEXT) -> list[list[str]]:
+    """The cells of the table whose header has this beginning, the header first."""
+    header, _, *rows = text[text.index(f"\n| {beginning}") + 1 :].split("\n\n")[0].splitlines()
+    return [line.strip("| ").split(" | ") for line in [header, *rows]]
 
 
-def means(names: list[str], first: int, last: int, column: str = RETURN) -> list[str]:
-    """The mean of each run over these iterations, rising; none of a run that has ended."""
-    values = pd.Series([RUNS[name].loc[first:last, column].mean() for name in names])
-    return [f"{x:.2f}" for x in values.dropna().sort_values()]
+def seeds(name: str, env_id: str, first: int, last: int) -> list[float]:
+    """The mean return of each run over these iterations; none of a run that ends before."""
+    if name == "published PPO" and last > 160:  # here a row is the mean of 16 iterations
+        return WINDOWS[(WINDOWS.env_id == env_id) & (WINDOWS.global_step == 16_384 * last)].episodic_return.tolist()
+    if name == "published PPO":
+        rows = PUBLISHED[(PUBLISHED.env_id == env_id) & PUBLISHED.nupdates.between(first, last)]
+        return rows.groupby("run").eprewmean.mean().tolist()
+    runs = [rows for run, rows in RUNS.items() if re.fullmatch(NAMES[name].format(env_id), run)]
+    return [rows.loc[first:last, RETURN].mean() for rows in runs if rows.index.max() >= last]
 
 
-def published(env_id: str, first: int, last: int) -> list[str]:
-    """The returns of the published PPO's seeds, rising. A row is the mean of 16 iterations."""
-    rows = PPO[(PPO.env_id == env_id) & (PPO.global_step == 16_384 * (first + 15))]
-    return [f"{x:.2f}" for x in rows.episodic_return.sort_values()]
+def verdict(x: list[float], y: list[float]) -> list[str]:
+    """The difference of two means with Welch's interval, the numbers of seeds, and what may be said."""
+    low, high = stats.ttest_ind(x, y, equal_var=False).confidence_interval()
+    word = "ahead" if low > 0 else "behind" if high < 0 else "undecided"
+    return [f"{np.mean(x) - np.mean(y):+.2f} [{low:+.2f}, {high:+.2f}]", f"{len(x)}, {len(y)}", word]
 
 
-def test_bigfish():
-    dual, detach, small, ppo = "ppg_bigfish_1", "ppg_detach_bigfish_1", "ppg_128_bigfish_1", "ppo_bigfish_1"
-    for block, cells in table("iterations | return, two networks").items():
-        span = tuple(map(int, block.split("–")))
-        returns, variances = ([means([x], *span, column) for x in (dual, detach, ppo)] for column in (RETURN, VARIANCE))
-        assert cells == [*returns, published("bigfish", *span), *variances]
-    for block, cells in table("iterations | return, 512").items():
-        span, columns = tuple(map(int, block.split("–"))), [RETURN, VARIANCE, "losses/entropy"]
-        assert cells == [means([x], *span, column) for column in columns for x in (detach, small)]
-    phases = [(name, k, kl) for name in (dual, detach) for k, kl in RUNS[name][KL].dropna().items()]
-    for (name, k, kl), cells in zip(phases, table("network, phase after iteration").values(), strict=True):
-        spans = [(k - 3, k), (k + 1, k + 4)]
-        around = [means([name], *span, column) for column in (VARIANCE, RETURN) for span in spans]
-        assert cells == [[f"{kl:.4f}"], *around]
+def one_level(name: str, env_id: str) -> list[float]:
+    """The return of five seeds of a group at the end."""
+    return SMALL[SMALL.group.str.startswith(name) & (SMALL.env_id == env_id)].episodic_return.tolist()
 
 
-@pytest.mark.parametrize("machine, seeds", [("h200", "[456]"), ("cpu", "*")])
-def test_seeds(machine, seeds, tmp_path):
-    for block, cells in table(f"iterations | return, PPG on one {machine.upper()}").items():
-        span = tuple(map(int, block.split("–")))
-        ours = [means([x for x in RUNS if f"{name}_{machine}_bigfish" in x], *span) for name in ("n8", "ppo")]
-        assert cells == [*ours, published("bigfish", *span) if span[1] % 16 == 0 else []]
-    runs, flags = RESULTS.glob(f"*_{machine}_bigfish_{seeds}"), "--thresholds 3 5 --reps 2 --out"
-    report.main(tyro.cli(report.Args, args=[*map(str, runs), *flags.split(), str(tmp_path)]))
-    returns, differences, steps, *_ = re.findall(r"(?ms)^\| game.*?\n\n", (tmp_path / "report.md").read_text())
-    assert returns in TEXT and differences in TEXT and steps in TEXT
+def test_what_is_known():
+    for names, where, *cells in table("first - second")[1:]:
+        first, second = names.split(" - ")
+        if game := re.match(r"one level of (\w+)", where):
+            x, y = (one_level(ONE_LEVEL[name], game[1]) for name in (first, second))
+            assert second == "our PPO" or np.mean(x) < np.mean(y)  # CleanRL's mean is higher
+        else:
+            env_id, span = re.match(r"(\w+), (\d+–\d+)", where).groups()
+            h200 = {"PPG": "PPG on the H200"} | ({"our PPO": "PPO on the H200"} if first == "PPG" else {})
+            x, y = (seeds(h200.get(name, name), env_id, *map(int, span.split("–"))) for name in (first, second))
+        assert cells == verdict(x, y), (names, where)
 
 
-def test_differences():
-    _, curves, _ = report.load_runs(tuple(RESULTS.glob("*_h200_bigfish_*")))
-    for step in (1_048_576, 1_572_864, 2_097_152):
-        [row] = report.difference_table(report.value_at_step(curves, step, 262_144), "ppo").itertuples()
-        assert f"| {step:,} | {row.difference} | {row.seeds} |" in TEXT
+def test_verdicts_stand_beside_their_intervals():
+    rows = [row[2:] for row in table("first - second")[1:]]
+    sentences = re.findall(r"([-+]\S+ \[\S+ \S+\]), (\w+) \((\S+ \S+) seeds\)", README)
+    assert all([difference, numbers, word] in rows for difference, word, numbers in sentences)
+    words = r"\b(ahead|behind|undecided|alike)\b"
+    assert len(re.findall(words, README)) == len(sentences) == 5
+    assert len(re.findall(words, TEXT)) == len(rows) + 1  # and where "undecided" is explained
 
 
-@pytest.mark.parametrize("beginning", ["iterations | 1–16", "iterations, phases", "iterations, all 96"])
-def test_early_iterations(beginning):
-    header = TEXT[TEXT.index(f"\n| {beginning}") + 1 :].splitlines()[0]
-    blocks = [tuple(map(int, block)) for block in re.findall(r"(\d+)–(\d+)", header)]
-    runs = {"PPG, N_π 8": ("ppg_n8", "ppg_detach_n8_cpu"), "PPG, N_π 32": ("ppg_detach",), "PPO": ("ppo",)}
-    for name, cells in table(beginning).items():
-        env_id, label = name.split(", ", 1)
-        wanted = [f"{run}_{env_id}" for run in runs.get(label, ())]
-        names = [name for name in RUNS if name.rpartition("_")[0] in wanted]
-        assert cells == [means(names, *block) if names else published(env_id, *block)[::2] for block in blocks], name
+def test_returns_of_each_seed():
+    [header, *rows] = table("game, iterations")
+    for where, *cells in rows:
+        env_id, first, last = re.match(r"(\w+), (\d+)–(\d+)", where).groups()
+        for name, cell in zip(header[1:], cells, strict=True):
+            values = sorted(seeds(name, env_id, int(first), int(last)))
+            assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
 
 
 def test_n_pi():
+    [header, default, mean, spans] = table("iterations | 33–47, starpilot")
+    env_id = None
+    for i in range(1, len(header)):
+        first, last, game = re.match(r"(\d+)–(\d+)(?:, (\w+))?", header[i]).groups()
+        env_id = game or env_id
+        [x], y = (seeds(name, env_id, int(first), int(last)) for name in ("PPG, single network", "the same, N_π 8"))
+        span = f"{min(y):.2f} to {max(y):.2f}" if len(y) > 1 else "one"
+        assert [default[i], mean[i], spans[i]] == [f"{x:.2f}", f"{np.mean(y):.2f}", span]
     scores = scores_by_n_pi().groupby(["setting", "iterations"]).score.agg(["min", "max", "count"])
-    for name, cells in table("setting | 64", (ROOT / "benchmark" / "GUIDE.md").read_text()).items():
+    [header, *rows] = table("setting | 64")
+    columns = [int(cell.replace(",", "")) for cell in header[1:]]
+    for name, *cells in rows:
         setting = "ppo" if "PPO" in name else "ppg_" + name.split(" (")[0].lower().replace("π", "pi").replace(" ", "_")
-        rows = scores.loc[setting].loc[[64, 96, 128, 192, 384, 768, 1520]]
-        assert cells == [[f"{x:.3f}" for x in sorted({low, high})] for low, high in rows[["min", "max"]].to_numpy()]
-        assert set(rows["count"]) == {6 if "six runs" in name else 3 if "three runs" in name else 1}
+        spans = scores.loc[setting].loc[columns]
+        assert cells == ["–".join(f"{x:.3f}" for x in sorted({x.min, x.max})) for x in spans.itertuples()]
+        assert set(spans["count"]) == {6 if "six runs" in name else 3 if "three runs" in name else 1}
+    eight, default = scores.loc["ppg_n_pi_8"], scores.loc["ppg_n_pi_32"]
+    assert (eight["min"] > default["max"]).loc[64:192].all() and (eight["max"] < default["min"]).loc[[768, 1520]].all()
 
 
 def test_one_level():
-    runs, curves, _ = report.load_runs((RESULTS / "small",))
-    values = report.value_at_step(curves, 32_768, 0.05 * 32_768).groupby(["group", "env_id"]).episodic_return
-    rows = list(table("| starpilot, level 0").values())[1:]
-    for name, cells in zip(["ppg_detach", "cleanrl_ppg", "ppg_procgen", "ppo_procgen"], rows, strict=True):
-        for env_id, cell in zip(["starpilot", "dodgeball", "ninja"], cells[:3], strict=True):
-            mean, _, low, high = re.findall(r"-?\d+\.\d+", report.seeds_cell(values.get_group((name, env_id)), 2))
-            assert cell == [mean, low, high]
-        group = runs[runs.group == name]
-        speed, minutes = (group.last_step / group.seconds).median(), group.seconds.median() / 60
-        assert len(group) == 15 and f" | {speed:.0f} | {minutes:.2f} |" in TEXT
+    rows = table("| starpilot, level 0")[2:]
+    for name, (_, *cells) in zip(["ppg_detach", "cleanrl_ppg", "ppg_procgen", "ppo_procgen"], rows, strict=True):
+        for env_id, cell in zip(["starpilot", "dodgeball", "ninja"], cells, strict=True):
+            x = one_level(name, env_id)
+            low, high = stats.ttest_1samp(x, 0).confidence_interval()
+            assert len(x) == 5 and cell == f"{np.mean(x):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def test_fewer_updates():
+    blocks = [RUNS[name].loc[177:191, RETURN].mean() for name in ("ppg_128_bigfish_1", "ppg_detach_bigfish_1")]
+    assert "{:.2f}, and {:.2f} with all".format(*blocks) in (ROOT / "benchmark" / "RECIPES.md").read_text()
+
+
+def test_the_page(tmp_path, monkeypatch):
+    """The committed page is what the command makes."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(report, "draw_curves", lambda *_: None)
+    monkeypatch.setattr(report, "picture", lambda _, path, caption: f"![{path.name}]({path.name}.png)\n\n*{caption}*")
+    report.main(report.Args(paths=(RESULTS,), out=tmp_path))
+    assert (tmp_path / "report.md").read_text() == (RESULTS / "page" / "report.md").read_text()
 
 
 @pytest.mark.slow
@@ -110,4 +140,4 @@ def test_the_committed_agent(tmp_path, capsys):
     flags = ["--no-cuda", str(RESULTS / "small" / "starpilot_level_0"), "--levels", "train", "--out", str(tmp_path)]
     evaluate.main(tyro.cli(evaluate.Args, args=flags))
     [figure] = re.findall(r"easy train, 128 episodes: (\S+ ± \S+),", capsys.readouterr().out)
-    assert f"gets {figure} over 128 episodes" in TEXT
+    assert f"{figure} over 128 episodes" in TEXT

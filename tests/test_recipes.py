@@ -130,11 +130,8 @@ REAL = {  # an environment: recipes, a package that need not be there, the retur
     "ALE/Breakout-v5": ([ENV], "ale_py", None),
     "bossfight": ([ENVPOOL], "envpool", None),
 }
-LEARNED = [
-    pytest.param(name, x[2], marks=[pytest.mark.learning, pytest.mark.timeout(3600)])
-    for name, x in REAL.items()
-    if x[2]
-]
+MARKS = [pytest.mark.learning, pytest.mark.timeout(3600)]
+LEARNED = [pytest.param(name, x[2], marks=MARKS) for name, x in REAL.items() if x[2]]
 
 
 @pytest.mark.parametrize("env_id, goal", [*((name, None) for name in REAL), *LEARNED])
