@@ -82,8 +82,10 @@ class Run:
 
     def result(self) -> str:
         code = self.process.returncode  # -9: killed by signal 9
-        words = re.findall(r"\w.*", self.log_file.read_text("utf-8", "replace"))
-        return f"exit code {code}: {words[-1]}" if code else "finished"
+        log = self.log_file.read_text("utf-8", "replace").rpartition("\n=== ")[2]
+        box = re.findall(r"^│ (\w.*?) *│$", log, re.MULTILINE)  # tyro's: its first line says which flag is bad
+        reason = box[0] if box else re.findall(r"\w.*", log)[-1]
+        return f"exit code {code}: {reason}" if code else "finished"
 
 
 def plan(args: Args) -> list[Run]:

@@ -29,7 +29,7 @@ done
 echo "$game $how ${CUDA_VISIBLE_DEVICES-unset} ${OMP_NUM_THREADS-unset}" >>starts
 exec 9>"lock.${CUDA_VISIBLE_DEVICES-$game}"
 flock --nonblock 9 || { echo locked; exit 1; }  # two runs share a GPU, or an attempt has left a process
-[ $how = continues ] && [ "$1" = --size ] && { echo size cannot change; exit 2; }
+[ $how = continues ] && [ "$1" = --size ] && { printf "%s\\n" "╭─ Error ─╮" "│ size cannot change │" ╰──╯; exit 2; }
 mkdir -p "$run_dir"
 touch "$run_dir/args.json"
 [ -e fixed ] || case $game in
