@@ -13,6 +13,7 @@ import ast
 import io
 import json
 import os
+import re
 import sys
 import zlib
 from collections.abc import Callable
@@ -41,7 +42,7 @@ CURVE = ["env_id", "group", "run"]
 UNSEEN = ", unseen levels"
 RETURNS = {"charts/mean_return_100": "", "eval/test_return": UNSEEN}  # columns of metrics.csv
 MIN_SEEDS = 3  # fewer seeds get no interval of their mean: it would be wider than what it is about
-MIN_SCORES = 10  # seeds x games; of fewer, a bootstrap's interval is too narrow
+MIN_SCORES = 10  # seeds x games; of fewer, a mean says little and a bootstrap's interval is too narrow
 SAME_GROUP = {  # flags that tell a group's runs apart, follow from other flags, or change no numbers
     "env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", *SETTING,
     "device", "compile", "cuda_graphs", "tf32", "buffer_on_cpu", "aux_device", "env_threads",
@@ -71,8 +72,8 @@ THRESHOLD_TEXT = (
 )
 SCORE_TEXT = (
     "score = (return - R_min) / (R_max - R_min), with the ranges of the Procgen paper. IQM: interquartile mean. "
-    "P(improvement): probability that a run has a higher score than a run of the baseline on the same game. From three "
-    "seeds and ten scores on: [95 % interval of a bootstrap over seeds, stratified by game]."
+    "P(improvement): probability that a run has a higher score than a run of the baseline on the same game. In "
+    "brackets: 95 % interval of a bootstrap over seeds, stratified by game. Not of groups with fewer than ten scores."
 )
 EVALUATION_TEXT = "Mean return over levels after this iteration, by `evaluate.py`; over runs, as in the tables above."
 RUNS_TEXT = "script: a checksum of the copy in the run folder without comments, else the commit that made the run."
@@ -259,7 +260,7 @@ def probability_of_improvement(x: np.ndarray, y: np.ndarray) -> float:
 def estimate(matrices: list[np.ndarray], metric: Callable, reps: int) -> str:
     """rliable's point estimate with a 95 % stratified bootstrap interval."""
     text = f"{metric(*matrices):.3f}"
-    if min(len(matrix) for matrix in matrices) >= MIN_SEEDS and min(matrix.size for matrix in matrices) >= MIN_SCORES:
+    if min(len(matrix) for matrix in matrices) >= MIN_SEEDS:
         np.random.seed(0)  # rliable draws from numpy's global generator
         _, intervals = library.get_interval_estimates({"": matrices}, metric, reps=reps)
         text += " [{:.3f}, {:.3f}]".format(*intervals[""].ravel())
@@ -267,10 +268,12 @@ def estimate(matrices: list[np.ndarray], metric: Callable, reps: int) -> str:
 
 
 def find_baseline(group: str, groups: list[str], name: str) -> str | None:
-    """The group of this name, else the first whose name contains it; on the same levels."""
+    """The group of this name, else of those that contain it the one that shares most flags; on the same levels."""
+    flags = [set(re.findall(r"--\S+ [^\s,]+", x)) for x in (group, *groups)]
+    shared = {other: len(flags[0] & flags[i + 1]) for i, other in enumerate(groups)}
     same_levels = [other for other in groups if other.endswith(UNSEEN) == group.endswith(UNSEEN)]
     matching = [other for other in same_levels if name.lower() in other.lower()]
-    return min(matching, key=lambda other: other.removesuffix(UNSEEN) != name, default=None)
+    return min(matching, key=lambda other: (other.removesuffix(UNSEEN) != name, -shared[other]), default=None)
 
 
 def markdown(table: pd.DataFrame) -> str:
@@ -328,7 +331,7 @@ def aggregate_table(scores: dict[str, np.ndarray], baseline: str, reps: int) -> 
     for group, matrix in scores.items():
         rival = find_baseline(group, list(scores), baseline)
         improvement = "–"
-        if rival and rival != group and min(matrix.size, scores[rival].size) >= MIN_SCORES:
+        if rival and rival != group:
             improvement = estimate([matrix, scores[rival]], probability_of_improvement, reps)
         averages = [estimate([matrix], metric, reps) for metric in (metrics.aggregate_mean, metrics.aggregate_iqm)]
         rows.append([group, len(matrix), *averages, improvement])
@@ -399,8 +402,10 @@ def report_scores(args: Args, mode: str, values: pd.DataFrame) -> list[str]:
     for games in sorted(game_sets, key=lambda games: (-len(games), games)):
         groups = [group for group in games_of if set(games) <= games_of[group]]
         scores = {group: score_matrix(values[values.group == group], list(games)) for group in groups}
-        text.append(f"### Over {', '.join(games) if len(games) < 16 else 'all 16 games'}")
-        text.append(aggregate_table(scores, args.baseline, args.reps))
+        scores = {group: matrix for group, matrix in scores.items() if matrix.size >= MIN_SCORES}
+        if scores:
+            text.append(f"### Over {', '.join(games) if len(games) < 16 else 'all 16 games'}")
+            text.append(aggregate_table(scores, args.baseline, args.reps))
     return text
 
 
@@ -432,8 +437,7 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     procgen = values[values.env_id.isin(RANGES.env_id)]
     if procgen.own.any() and (num_levels == 0 or num_levels >= 100):  # the published ranges are over many levels
         text += report_scores(args, mode, procgen)
-    if not find_baseline("", in_order(values), args.baseline):
-        notes.append(f"{title}: no baseline {args.baseline}")
+    notes += [] if find_baseline("", in_order(values), args.baseline) else [f"{title}: no baseline {args.baseline}"]
     notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
     return text
 

@@ -105,11 +105,8 @@ def test_tables_are_those_of_scipy_and_rliable():
     for cell, value, interval in zip(ours[2:], statistics(x, y), intervals, strict=True):
         point, *ends = map(float, re.findall(r"-?\d\.\d+", cell))
         assert point == pytest.approx(value, abs=1e-3) and ends == pytest.approx(interval, abs=0.1 * np.ptp(interval))
-    assert statistics(x, y)[2] == pytest.approx(metrics.probability_of_improvement(x, y))
     assert ours[:2] == ["ours", "5"] and other[-1] == "–"
-    x, y = x[:3, :3], y[:3, :3]  # nine scores: no intervals
-    few = rows_of("#\n" + report.aggregate_table({"ours": x, "PPO": y}, "ppo", reps=50), "#")
-    assert few[1][2:] == [*map("{:.3f}".format, statistics(x, y)[:2]), "–"]
+    assert report.estimate([x[:2]], metrics.aggregate_mean, reps=50) == f"{x[:2].mean():.3f}"  # of two: no interval
     low, high = scipy.stats.ttest_1samp([1.0, 2.0, 6.0], 0).confidence_interval(0.95)
     assert report.seeds_cell(pd.Series([1.0, 2, 6]), 2) == f"3.00 ± 2.65 [{low:.2f}, {high:.2f}] (3)"
     assert report.seeds_cell(pd.Series([6.0, 1]), 2) == "6.00, 1.00 (2)"
@@ -126,6 +123,8 @@ def test_difference_from_the_baseline():
     assert table.set_index("group").difference["ppg"] == f"+4.00 [{4 - half:+.2f}, {4 + half:+.2f}]"
     groups = ["my_ppo", "ppo", "ppo" + report.UNSEEN]
     assert [report.find_baseline(group, groups, "ppo") for group in ("x", "x" + report.UNSEEN)] == groups[1:]
+    groups_of_devices = ["ppo --cuda False", "ppo --cuda True, mixed scripts"]
+    assert report.find_baseline("ppg --a 1 --cuda True", groups_of_devices, "ppo") == groups_of_devices[1]
     assert report.find_baseline("x", groups, "my") == "my_ppo" and report.find_baseline("x", groups, "pgg") is None
 
 
@@ -248,19 +247,20 @@ def test_a_page_is_utf_8_in_any_locale(tmp_path):
 
 
 def test_a_page_on_many_levels(tmp_path):
-    for k in range(7):
-        write_run(tmp_path / "runs", "miner" if k > 3 else "maze", seed=k % 4 + 1, num_rows=120 if k > 3 else 100)
+    for k in range(11):
+        write_run(tmp_path / "runs", "miner" if k > 5 else "maze", seed=k % 6 + 1, num_rows=120 if k > 5 else 100)
+    write_run(tmp_path / "runs", "miner", "few", num_rows=100)
     write_run(tmp_path / "runs", "Other-v0", num_rows=120)
     page = make_page(tmp_path / "out", tmp_path / "runs", thresholds=(4, 92))
     [header, _, maze, _] = rows_of(page, "### Return at 1,572,864 steps")
     assert "from 1,310,720 to 1,572,864" in page  # 262,144: the interval of published rows
-    assert header == ["game", "ppg_procgen", "PPO (openai/train-procgen)"] and maze[1].endswith("] (4)")
-    [_, ours, published] = rows_of(page, "### Over maze, miner")  # with the seeds that both games have
-    assert ours[:2] == ["ppg_procgen", "3"] and ours[-1] == published[-1] == "–"  # too few
-    [header, _, maze, _] = rows_of(page, "### Steps to a return")
+    assert header == ["game", "few", "ppg_procgen", "PPO (openai/train-procgen)"] and maze[2].endswith("] (6)")
+    [_, ours] = rows_of(page, "### Over maze, miner")  # with as many runs as both games have; the others have too few
+    assert ours[:2] == ["ppg_procgen", "5"] and ours[-1] == "–" and page.count("### Over") == 1
+    [header, _, maze, *_] = rows_of(page, "### Steps to a return")
     assert header == ["game", "group", "steps to 4", "hours to 4", "steps to 92", "hours to 92"]
-    assert maze[2:4] == ["262,144; 262,144; 262,144; 262,144", "0.16; 0.16; 0.16; 0.16"]  # rows 1 to 16
-    assert maze[4:] == ["–; –; –; 1,572,864", "–; –; –; 0.96"]  # rows 81 to 96, of seed 4: 92.5
+    assert maze[2:4] == ["; ".join(["262,144"] * 6), "; ".join(["0.16"] * 6)]  # rows 1 to 16
+    assert maze[4:] == ["–; –; –; 1,572,864; 1,572,864; 1,572,864", "–; –; –; 0.96; 0.96; 0.96"]  # rows 81 to 96: 92.5
     for name in ("easy_steps", "easy_time"):
         image = np.asarray(Image.open(tmp_path / "out" / f"{name}.png").convert("L"))
         assert f"({name}.png)" in page and image.std() > 10 and image.shape[1] > 700
