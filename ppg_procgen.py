@@ -109,7 +109,7 @@ class Args:
     # dual: two networks; detach: one, L_value trains its value head only; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; 8 may help up to about 1.5M steps
+    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; 16 may help, 8 below 1.5M steps
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
