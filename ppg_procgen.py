@@ -114,8 +114,7 @@ class Args:
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
     num_aux_rollouts: int = 4  # rollouts of each rank in an auxiliary minibatch
-    # encoders' dtype in the auxiliary phase. bfloat16 needs an RTX 30 or later, AMX, or avx512_bf16
-    aux_dtype: Literal["float32", "bfloat16"] = "float32"
+    aux_dtype: Literal["float32", "bfloat16"] = "float32"  # of the encoders; bfloat16: RTX 30 on
     cuda_graphs: bool = False  # replay whole steps on a GPU; takes more memory
     compile: bool = False  # compile encoders for a GPU: a minute or two; needs gcc, Python.h
     chunk_size: int = 1024  # samples in a pass; larger minibatches accumulate gradients
@@ -364,6 +363,7 @@ def train(args: Args, run: "Run"):
     # Storage has time first. The next rollout begins with row T of obs and firsts.
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
+    staging = torch.empty_like(first_obs, pin_memory=device != "cpu")
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode; environments reset themselves
     raw_rewards = torch.empty((T, N))
     buffer = make_buffer(args, obs=obs[:T], targets=torch.empty((T, N)))  # B: (T, N_pi * N, ...)
@@ -388,12 +388,12 @@ def train(args: Args, run: "Run"):
             steps.append(act(agent, obs=obs[t]))  # actions, logprobs, values
             actions = steps[t]["actions"].cpu().numpy()  # waits for the GPU
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
-            obs[t + 1] = torch.from_numpy(next_obs)
+            staging.copy_(torch.from_numpy(next_obs))
+            obs[t + 1].copy_(staging, non_blocking=True)  # done before the next actions are here
             raw_rewards[t] = torch.from_numpy(rewards)
             firsts[t + 1] = torch.from_numpy(terminated | truncated)  # a time limit is an end
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
         rollout["obs"] = obs[:T]  # a view, which the next rollout overwrites
-        row.update(episodes.update(raw_rewards, firsts))
 
         # ==== Policy phase: value targets V_targ ====
         with torch.no_grad():
@@ -422,6 +422,7 @@ def train(args: Args, run: "Run"):
                 mb = {name: x[mb_inds] for name, x in batch.items()}
                 step_stats = gradient_step(agent, args, opt, losses, **mb)
                 add_stats(stats, step_stats)
+        row.update(episodes.update(raw_rewards, firsts))  # while a GPU makes these updates
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Policy phase: add all (o_t, V_targ) to B ====
@@ -492,6 +493,7 @@ class ProcgenVectorEnv:
         self.single_action_space = spaces.Discrete(15)
         self.state_dict = self.games.get_state
         self.load_state_dict = self.games.set_state
+        self.pause = 1e-4 if options["num_threads"] > 1 else 0
 
     def reset(self, seed=None):
         if not self.games.observe()[2].all():  # some episodes have begun: end them
@@ -500,6 +502,7 @@ class ProcgenVectorEnv:
 
     def step(self, actions):
         self.games.act(actions)
+        time.sleep(self.pause)  # else each game that is done wakes this thread, which is slower
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
 
@@ -557,13 +560,12 @@ def make_eval_envs(args):
 
 @torch.no_grad()
 def evaluate(agent, envs, seed):
-    device = next(agent.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(next(agent.parameters()).device).manual_seed(seed)
     returns = np.zeros(envs.num_envs)
     playing = np.ones(envs.num_envs, bool)
     obs, _ = envs.reset(seed=seed)
     while playing.any():
-        pi = agent(torch.from_numpy(obs).to(device)).pi
+        pi = agent(torch.from_numpy(obs).to(generator.device)).pi
         obs, rewards, terminated, truncated, _ = envs.step(pi.sample(generator).cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
@@ -585,7 +587,6 @@ def set_up_device(args):
 
 
 def compile_encoders(agent):
-    print("compiling: this takes a minute or two", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
         if not isinstance(module, nn.Linear):
@@ -788,9 +789,8 @@ class Run:
         for name, x in shared.items():
             require_equal(name, x)
         if RANK == 0:
-            weights = {name: x.contiguous() for name, x in shared["agent"].items()}
             state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
-            for name, content in {"agent.pt": weights, "checkpoint.pt": state}.items():
+            for name, content in {"agent.pt": shared["agent"], "checkpoint.pt": state}.items():
                 torch.save(content, self.folder / "tmp")
                 os.replace(self.folder / "tmp", self.folder / name)
 

@@ -302,6 +302,7 @@ def train(args: Args, run: "Run"):
     # Storage has time first. The next rollout begins with row T of obs and firsts.
     obs = torch.empty((T + 1, *first_obs.shape), dtype=first_obs.dtype, device=device)
     obs[T] = first_obs
+    staging = torch.empty_like(first_obs, pin_memory=device != "cpu")
     firsts = torch.ones((T + 1, N))  # 1: o_t begins an episode; environments reset themselves
     raw_rewards = torch.empty((T, N))
 
@@ -323,12 +324,12 @@ def train(args: Args, run: "Run"):
             steps.append(act(agent, obs=obs[t]))  # actions, logprobs, values
             actions = steps[t]["actions"].cpu().numpy()  # waits for the GPU
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
-            obs[t + 1] = torch.from_numpy(next_obs)
+            staging.copy_(torch.from_numpy(next_obs))
+            obs[t + 1].copy_(staging, non_blocking=True)  # done before the next actions are here
             raw_rewards[t] = torch.from_numpy(rewards)
             firsts[t + 1] = torch.from_numpy(terminated | truncated)  # a time limit is an end
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
         rollout["obs"] = obs[:T]  # a view, which the next rollout overwrites
-        row.update(episodes.update(raw_rewards, firsts))
 
         # ==== Value targets V_targ ====
         with torch.no_grad():
@@ -353,6 +354,7 @@ def train(args: Args, run: "Run"):
                 losses = (policy_loss, value_loss)
                 step_stats = gradient_step(agent, args, optimizer, losses, **mb)
                 add_stats(stats, step_stats)
+        row.update(episodes.update(raw_rewards, firsts))  # while a GPU makes these updates
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Evaluate, log, save ====
@@ -379,6 +381,7 @@ class ProcgenVectorEnv:
         self.single_action_space = spaces.Discrete(15)
         self.state_dict = self.games.get_state
         self.load_state_dict = self.games.set_state
+        self.pause = 1e-4 if options["num_threads"] > 1 else 0
 
     def reset(self, seed=None):
         if not self.games.observe()[2].all():  # some episodes have begun: end them
@@ -387,6 +390,7 @@ class ProcgenVectorEnv:
 
     def step(self, actions):
         self.games.act(actions)
+        time.sleep(self.pause)  # else each game that is done wakes this thread, which is slower
         rewards, obs, first = self.games.observe()
         return obs["rgb"], rewards, first, np.zeros_like(first), {}
 
@@ -444,13 +448,12 @@ def make_eval_envs(args):
 
 @torch.no_grad()
 def evaluate(agent, envs, seed):
-    device = next(agent.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
+    generator = torch.Generator(next(agent.parameters()).device).manual_seed(seed)
     returns = np.zeros(envs.num_envs)
     playing = np.ones(envs.num_envs, bool)
     obs, _ = envs.reset(seed=seed)
     while playing.any():
-        pi = agent(torch.from_numpy(obs).to(device)).pi
+        pi = agent(torch.from_numpy(obs).to(generator.device)).pi
         obs, rewards, terminated, truncated, _ = envs.step(pi.sample(generator).cpu().numpy())
         returns += rewards * playing
         playing &= ~(terminated | truncated)
@@ -472,7 +475,6 @@ def set_up_device(args):
 
 
 def compile_encoders(agent):
-    print("compiling: this takes a minute or two", flush=True)
     options = {"force_layout_optimization": True}  # else Inductor gives up channels_last
     for module in agent.children():
         if not isinstance(module, nn.Linear):
@@ -652,9 +654,8 @@ class Run:
         for name, x in shared.items():
             require_equal(name, x)
         if RANK == 0:
-            weights = {name: x.contiguous() for name, x in shared["agent"].items()}
             state = {"iteration": iteration, "rows": self.rows, "shared": shared, "ranks": ranks}
-            for name, content in {"agent.pt": weights, "checkpoint.pt": state}.items():
+            for name, content in {"agent.pt": shared["agent"], "checkpoint.pt": state}.items():
                 torch.save(content, self.folder / "tmp")
                 os.replace(self.folder / "tmp", self.folder / name)
 
