@@ -28,6 +28,7 @@ NAMES = {  # of the runs in a column of the tables
     "PPO on the H200": "ppo_h200_{}_.",
     "our PPO": r"ppo_(cpu_|h200_)?{}_\d+",
     "TensorFlow's Adam and pooling": r"earlier_ppo_{}_\d",
+    "all variants": r"(earlier_)?ppo_{}_\d+(_torch_pooling)?",
 }
 RUNS |= {
     f"earlier_{run}": x for run, x in pd.read_csv(RESULTS / "earlier" / "metrics.csv.gz", index_col=1).groupby("run")
@@ -111,7 +112,7 @@ def test_returns_of_each_seed():
 
 
 def test_n_pi():
-    [header, default, mean, spans] = table("iterations | 17–32, starpilot")
+    [header, default, mean, spans, fewer] = table("iterations | 17–32, starpilot")
     env_id = None
     for i in range(1, len(header)):
         first, last, game = re.match(r"(\d+)–(\d+)(?:, (\w+))?", header[i]).groups()
@@ -119,6 +120,8 @@ def test_n_pi():
         [x], y = (seeds(name, env_id, int(first), int(last)) for name in ("PPG, single network", "the same, N_π 8"))
         span = f"{min(y):.2f} to {max(y):.2f}" if len(y) > 1 else "one"
         assert [default[i], mean[i], spans[i]] == [f"{x:.2f}", f"{np.mean(y):.2f}", span]
+        if env_id == "bigfish":
+            assert fewer[i] == f"{RUNS['ppg_128_bigfish_1'].loc[int(first) : int(last), RETURN].mean():.2f}"
     scores = scores_by_n_pi().groupby(["setting", "iterations"]).score.agg(["min", "max", "count"])
     [header, *rows] = table("setting | 64")
     columns = [int(cell.replace(",", "")) for cell in header[1:]]
