@@ -76,9 +76,7 @@ SCORE_TEXT = (
     "brackets: 95 % interval of a bootstrap over seeds, stratified by game. Not of groups with fewer than ten scores."
 )
 EVALUATION_TEXT = "Mean return over levels after this iteration, by `evaluate.py`; over runs, as in the tables above."
-RUNS_TEXT = (
-    "script: checksum of the copy in the run folder, without comments, or commit. steps/s: with all that ran beside it."
-)
+RUNS_TEXT = "script: a checksum of the copy in the run folder, or the commit. steps/s: with what ran beside it."
 
 
 @dataclass
