@@ -45,7 +45,7 @@ MIN_SEEDS = 3  # fewer seeds get no interval of their mean: it would be wider th
 MIN_SCORES = 10  # seeds x games; of fewer, a mean says little and a bootstrap's interval is too narrow
 SAME_GROUP = {  # flags that tell a group's runs apart, follow from other flags, or change no numbers
     "env_id", "seed", "exp_name", "run_dir", "resume", "checkpoint_interval", *SETTING,
-    "device", "compile", "cuda_graphs", "tf32", "buffer_on_cpu", "aux_device", "env_threads",
+    "compile", "cuda_graphs", "tf32", "buffer_on_cpu", "aux_device", "env_threads",
     "chunk_size", "batch_size", "num_iterations", "num_phases", "eval_interval",
     "track", "wandb_project_name", "wandb_entity",
 }  # fmt: skip
@@ -144,7 +144,7 @@ def describe_run(folder: Path, path: str, record: dict, rows: pd.DataFrame) -> d
         args["vf_coef"] *= 2  # PPG before 0.11: the weight of the squared error, not of its half
     args.pop("cuda", None)  # asks for a GPU; the device tells whether there was one
     if device := record.get("device", args.get("device")):
-        args["cuda"] = not device.startswith("cpu")
+        args["device"] = "cpu" if device.startswith("cpu") else "gpu"
     same = SAME_GROUP if args.get("anneal_lr") else SAME_GROUP | {"total_timesteps"}
     options = {flag: str(value) for flag, value in args.items() if flag not in same}
     run.update(own=True, group=args["exp_name"], run=path, options=options, device=device, seconds=rows.wall_time.max())

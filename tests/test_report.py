@@ -123,8 +123,8 @@ def test_difference_from_the_baseline():
     assert table.set_index("group").difference["ppg"] == f"+4.00 [{4 - half:+.2f}, {4 + half:+.2f}]"
     groups = ["my_ppo", "ppo", "ppo" + report.UNSEEN]
     assert [report.find_baseline(group, groups, "ppo") for group in ("x", "x" + report.UNSEEN)] == groups[1:]
-    groups_of_devices = ["ppo --cuda False", "ppo --cuda True, mixed scripts"]
-    assert report.find_baseline("ppg --a 1 --cuda True", groups_of_devices, "ppo") == groups_of_devices[1]
+    groups_of_devices = ["ppo --device cpu", "ppo --device gpu, mixed scripts"]
+    assert report.find_baseline("ppg --a 1 --device gpu", groups_of_devices, "ppo") == groups_of_devices[1]
     assert report.find_baseline("x", groups, "my") == "my_ppo" and report.find_baseline("x", groups, "pgg") is None
 
 
@@ -225,7 +225,7 @@ def test_runs_of_one_group_that_differ_are_never_pooled_without_a_word(tmp_path)
     new, torch = {"device": "cpu"}, {"packages": {"torch": "2.13", "pip": "1"}}
     assert groups(("a", "y = x  # comment", new), ("a", "y = x", new)) == {"x"}
     assert groups(("a", "y = x", new), ("a", "y = -x", new)) == {"x, mixed scripts"}
-    assert groups(("a", "", new), ("a", "", {"device": "NVIDIA H200"})) == {"x --cuda False", "x --cuda True"}
+    assert groups(("a", "", new), ("a", "", {"device": "NVIDIA H200"})) == {"x --device cpu", "x --device gpu"}
     assert groups(("a", "", {"device": "NVIDIA H100"}), ("a", "", {"device": "NVIDIA H200"})) == {"x, mixed devices"}
     assert groups(("a", "", torch), ("a", "", {"packages": {"torch": "2.12"}})) == {"x, mixed packages"}
     assert groups(("a/1", "", new), ("a/2", "", new), ("a/3", "", new)) == {"x, mixed folders, repeated seeds"}
