@@ -219,15 +219,12 @@ class Agent(nn.Module):
         if self.arch == "dual":
             value_features = self.value_encoder(obs, bf16)
         elif self.arch == "detach":
-            value_features = features.detach()  # L_value must not train the encoder
+            value_features = features.detach()  # L_value trains the encoder in neither phase
         elif self.arch == "shared":
             value_features = features
         aux_values = self.aux_value_head(features).squeeze(-1)
         values = self.value_head(value_features).squeeze(-1)
         return Outputs(pi=Policy(self.policy_head(features)), aux_values=aux_values, values=values)
-
-    def logits(self, obs, bf16=False):
-        return self.policy_head(self.policy_encoder(obs, bf16))
 
 
 # ---- 3 Estimates, losses, gradient step ----
@@ -322,7 +319,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
     """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
     optimizer.zero_grad()  # also the gradients of losses that only the other phase has
     stats = {}
-    # Gradients add up over chunks, to save memory. A minibatch of the policy phase has two.
+    # To save memory, a policy minibatch is two chunks by default. Their gradients add up.
     for mb, share in chunks(minibatch, args.chunk_size):
         out = agent(mb["obs"], bf16)
         total_loss = 0.0
@@ -341,7 +338,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
 
 
 def make_optimizer(agent, lr):
-    """[PPG-2] Adam with epsilon 1e-8, for all parameters. It skips those without a gradient."""
+    """[PPG-2] Adam with epsilon 1e-8. It leaves parameters alone that the losses do not use."""
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=True)
 
 
@@ -402,17 +399,18 @@ def train(args: Args, run: "Run"):
         normalized_rewards = reward_normalizer(raw_rewards, firsts)
         advantages = compute_gae(normalized_rewards, values, firsts, args.gamma, args.gae_lambda)
         targets = advantages + values[:-1]
-        std, mean = torch.std_mean(gather(advantages), correction=0)  # Adv = V_targ - V
-        row["losses/explained_variance"] = 1 - (std / gather(targets).std(correction=0)) ** 2
         # [PPG-4] Advantages are normalized over the whole batch, not in each minibatch.
+        std, mean = torch.std_mean(gather(advantages), correction=0)
         rollout["advantages"] = ((advantages - mean) / (std + 1e-8)).to(device)
         rollout["targets"] = targets.to(device)
+        # Adv = V_targ - V, so this is 1 - Var[V_targ - V] / Var[V_targ].
+        row["losses/explained_variance"] = 1 - (std / gather(targets).std(correction=0)) ** 2
 
         # ==== Policy phase: E_pi epochs on L_clip + c S[pi], E_V epochs on L_value ====
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
-        if args.e_policy == args.e_value:  # by default, each step is on the sum of both losses
+        if args.e_policy == args.e_value:  # one step on both losses, which in dual share no weights
             epochs = [(optimizer, (policy_loss, value_loss)) for _ in range(args.e_policy)]
-        else:  # value epochs first, with an Adam of their own, as in the authors' code
+        else:  # the authors' order, not the paper's: value epochs first, with their own Adam
             epochs = [(value_optimizer, (value_loss,)) for _ in range(args.e_value)]
             epochs += [(optimizer, (policy_loss,)) for _ in range(args.e_policy)]
         stats = {}
@@ -433,7 +431,7 @@ def train(args: Args, run: "Run"):
             # [PPG-5] pi_old on all of B is the policy as it is now, not the one that acted.
             with torch.no_grad():
                 parts = buffer["obs"].flatten(0, 1).split(args.chunk_size)
-                old_logits = torch.cat([agent.logits(x.to(device), bf16) for x in parts])
+                old_logits = torch.cat([agent(x.to(device), bf16).pi.logits for x in parts])
             old_logits = old_logits.view(T, args.n_iteration * N, -1).to(buffer["obs"].device)
             aux_batch = buffer | {"old_logits": old_logits}  # (T, N_pi * N, ...)
             stats = {}

@@ -80,7 +80,7 @@ def test_the_policy_is_its_own_clone_as_the_auxiliary_phase_begins(run, monkeypa
     seen = []
     monkeypatch.setattr(ppg_procgen, "joint_loss", joint_loss)
     rows = read_rows(run(small=False, env_id="bossfight", aux_dtype=dtype, num_envs=2, num_steps=8, total_timesteps=32))
-    assert abs(seen[0]) < 1e-8 < 1e-4 < min(seen[1:]) and float(rows[-1]["losses/aux/first_kl_loss"]) == seen[0]
+    assert abs(seen[0]) < 1e-6 < 1e-4 < min(seen[1:]) and float(rows[-1]["losses/aux/first_kl_loss"]) == seen[0]
 
 
 SEEDED = {"dual": {}, "detach": {"arch": "detach", "aux_dtype": "bfloat16"}, "ppo": {"script": ppo_procgen}}
