@@ -1,12 +1,10 @@
 """Tables and pictures of training runs, beside published Procgen curves.
 
-    python benchmark/report.py runs --out report                     # report/report.md with its pictures
-    python benchmark/report.py runs --out report --thresholds 3 5    # and the steps and hours to these returns
+    python benchmark/report.py runs --out report    # report/report.md with its pictures
 
-A run is a folder with args.json and metrics.csv, or with TensorBoard events only, as CleanRL writes them. A folder may
-also hold a table of many runs: metrics.csv.gz with a column "run", and args.json with an entry for each run. Runs are
-grouped by exp_name, distribution mode, number of levels, CPU or GPU, and the flags that change their numbers. If runs
-of a group differ in their scripts, packages, devices or folders, its name says so, and a table shows it.
+A run is a folder with args.json and metrics.csv, or with TensorBoard events (CleanRL's). A folder may also hold many
+runs: metrics.csv.gz with a column "run", args.json with an entry for each. A group has the same exp_name, mode, levels,
+CPU or GPU, and flags that change numbers; if scripts, packages, devices or folders differ, its name says so.
 """
 
 import ast
@@ -33,7 +31,7 @@ from scipy import stats
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 # Everything works on one long table, `curves`, one row a point: own (ours or published), group, distribution_mode,
-# num_levels, env_id, seed, run, global_step, wall_time, episodic_return. A group's returns on unseen levels
+# num_levels, env_id, seed, run, global_step, wall_time (hours), episodic_return. A group's returns on unseen levels
 # are a group of their own, whose name ends in UNSEEN.
 REFERENCE = Path(__file__).parent / "reference"
 RANGES = pd.read_csv(REFERENCE / "ranges.csv")  # score = (return - r_min) / (r_max - r_min)
@@ -62,8 +60,8 @@ sns.set_theme(context="paper", style="ticks", rc=STYLE)
 CURVE_CAPTION = "Thin lines: runs; thick: their mean ± standard deviation, until the first of them ends."
 STEP_TEXT = (
     "Mean return of the last 100 episodes, averaged in each run over its rows from {start:,.0f} to {step:,.0f} steps "
-    "(none there: its last row before). Mean ± standard deviation [Student's 95 % interval] (number of runs). One or "
-    "two runs: each value."
+    "(none there: its last row before). Mean ± standard deviation [Student's 95 % interval] (number of seeds). One or "
+    "two seeds: each value. Runs of one seed count as one, with their mean."
 )
 DIFFERENCE_TEXT = "Difference of the mean return from the baseline's, [Welch's 95 % interval], seeds of both."
 THRESHOLD_TEXT = (
@@ -166,8 +164,8 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
                 run = describe_run(folder, path, record, rows)
                 fixed = {key: run[key] for key in ("own", "env_id", "seed", "run", *SETTING)}
                 for column, suffix in RETURNS.items():  # all rows are dropped where no episode has ended
-                    curve = rows[["global_step", "wall_time"]].assign(episodic_return=rows.get(column), group=suffix)
-                    curves.append(curve.assign(**fixed).dropna())
+                    curve = rows[["global_step"]].assign(wall_time=rows.wall_time / 3600, group=suffix, **fixed)
+                    curves.append(curve.assign(episodic_return=rows.get(column)).dropna())
                 runs.append(run)
         except Exception as error:  # a broken or foreign folder must not cost the page of a whole sweep
             notes.append(f"{folder}: left out: {error!r}")
@@ -221,10 +219,11 @@ def in_order(curves: pd.DataFrame) -> list[str]:
 
 
 def value_at_step(curves: pd.DataFrame, step: float, window: float) -> pd.DataFrame:
-    """Each curve's mean over its rows in (step - window, step], or its last row before `step` if it has none there and
-    goes on afterwards. Runs that end before the window are left out."""
+    """Each curve's mean over its rows in (step - window, step], or its last row before `step` if it has none there.
+    Runs that end an iteration (their first row) or more before `step` are left out."""
     run = ["env_id", curves.group.str.removesuffix(UNSEEN), "run"]  # evaluations on unseen levels may be rare
-    reached = curves.groupby(run).global_step.transform("max") > step - window
+    steps = curves.groupby(run).global_step
+    reached = steps.transform("max") + steps.transform("min") > step
     before = curves[reached & (curves.global_step <= step)]
     last = before.groupby(CURVE).global_step.transform("max")
     in_window = before.global_step > np.minimum(step - window, last - 1)
@@ -290,8 +289,9 @@ def seeds_cell(values: pd.Series, digits: int) -> str:
 
 
 def game_table(values: pd.DataFrame, column: str, digits: int) -> str:
-    cells = values.groupby(["env_id", "group"])[column].agg(seeds_cell, digits=digits).unstack(fill_value="")
-    return markdown(cells[in_order(values)].rename_axis("game").reset_index())
+    values = values.assign(group=pd.Categorical(values.group, in_order(values)))
+    cells = values.groupby(["env_id", "group"], observed=True)[column].agg(seeds_cell, digits=digits)
+    return markdown(cells.reset_index().rename(columns={"env_id": "game", "episodic_return": "return"}))
 
 
 def difference_table(values: pd.DataFrame, baseline: str) -> pd.DataFrame:
@@ -321,7 +321,7 @@ def threshold_table(curves: pd.DataFrame, thresholds: tuple[float, ...], block: 
     for threshold in thresholds:
         first = blocks[blocks.episodic_return >= threshold].groupby(keys).first()
         table[f"steps to {threshold:g}"] = first.global_step.map("{:,.0f}".format)
-        table[f"hours to {threshold:g}"] = (first.wall_time / 3600).map("{:.2f}".format)
+        table[f"hours to {threshold:g}"] = first.wall_time.map("{:.2f}".format)
     return markdown(table.fillna("–").groupby(keys[:2]).agg("; ".join).rename_axis(["game", "group"]).reset_index())
 
 
@@ -421,6 +421,8 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     step = args.step or step
     window = min(max(row, 0.05 * step), step)
     values = value_at_step(curves, step, window)
+    notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
+    values = values.groupby(["own", "env_id", "group", "seed"], as_index=False).episodic_return.mean()
     text = [f"## {title}", f"### Return at {step:,.0f} steps"]
     text += [STEP_TEXT.format(start=step - window, step=step), game_table(values, "episodic_return", 2)]
     differences = difference_table(values, args.baseline)
@@ -431,14 +433,12 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
         text += [threshold_table(own, args.thresholds, window)]
     grid = draw_curves(curves, "global_step", own.global_step.max(), "Environment steps")
     text += ["### Return over steps", picture(grid, Path(f"{path}_steps"), CURVE_CAPTION)]
-    own = own.assign(wall_time=own.wall_time / 3600)
     grid = draw_curves(own, "wall_time", own.wall_time.max(), "Hours")
     text += ["### Return over time", picture(grid, Path(f"{path}_time"), CURVE_CAPTION)]
     procgen = values[values.env_id.isin(RANGES.env_id)]
     if procgen.own.any() and (num_levels == 0 or num_levels >= 100):  # the published ranges are over many levels
         text += report_scores(args, mode, procgen)
     notes += [] if find_baseline("", in_order(values), args.baseline) else [f"{title}: no baseline {args.baseline}"]
-    notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
     return text
 
 

@@ -80,7 +80,8 @@ def test_value_at_step():
     values = report.value_at_step(curves, step=400, window=200)
     assert values.run.tolist() == ["1"] and values.episodic_return.tolist() == [3.5]  # 200 is not in (200, 400]
     assert report.value_at_step(curves, step=250, window=100).episodic_return.tolist() == [2, 6]
-    assert report.value_at_step(curves, step=290, window=10).episodic_return.tolist() == [2]  # the last row before
+    assert report.value_at_step(curves, step=290, window=10).episodic_return.tolist() == [2, 6]  # the last row before
+    assert report.value_at_step(curves, step=300, window=150).episodic_return.tolist() == [2.5]  # one ends at 200
     rare = curve([7.0], [100]).assign(group="a" + report.UNSEEN)  # an evaluation, after which the run goes on
     assert report.value_at_step(pd.concat([curves, rare]), 400, 100).episodic_return.tolist() == [4, 7]
 
@@ -192,8 +193,11 @@ def test_early_ends_are_said(tmp_path):
     levels = {"num_levels": 99}  # too few for scores, and without published runs
     write_run(tmp_path, "maze", seed=1, total_timesteps=101 * BATCH - 1, **levels)  # it has ended: no whole batches
     write_run(tmp_path, "maze", seed=2, num_rows=30, total_timesteps=100 * BATCH, **levels)
+    write_run(tmp_path / "again", "maze", seed=1, total_timesteps=101 * BATCH - 1, **levels)
     page = make_page(tmp_path / "out", tmp_path, step=50 * BATCH)
-    early, baseline, absent = page.split("## Notes")[1].strip().split("\n\n")
+    [_, [_, group, cell], _] = rows_of(page, "### Return at 819,200 steps")
+    assert group == "ppg_procgen, mixed folders, repeated seeds" and cell.endswith(" (1)")  # two runs, one seed
+    early, absent, baseline = page.split("## Notes")[1].strip().split("\n\n")
     path = os.path.relpath(tmp_path / "maze__ppg_procgen__2")
     assert early.endswith(f"still running: {path} (at 491,520)")
     assert absent.endswith(f"no value at 819,200 steps: {path} (at 491,520)")
@@ -252,9 +256,10 @@ def test_a_page_on_many_levels(tmp_path):
     write_run(tmp_path / "runs", "miner", "few", num_rows=100)
     write_run(tmp_path / "runs", "Other-v0", num_rows=120)
     page = make_page(tmp_path / "out", tmp_path / "runs", thresholds=(4, 92))
-    [header, _, maze, _] = rows_of(page, "### Return at 1,572,864 steps")
+    [header, *rows] = rows_of(page, "### Return at 1,572,864 steps")
     assert "from 1,310,720 to 1,572,864" in page  # 262,144: the interval of published rows
-    assert header == ["game", "few", "ppg_procgen", "PPO (openai/train-procgen)"] and maze[2].endswith("] (6)")
+    assert header == ["game", "group", "return"] and rows[1][2].endswith("] (6)")
+    assert [x[1] for x in rows if x[0] == "miner"] == ["few", "ppg_procgen", "PPO (openai/train-procgen)"]
     [_, ours] = rows_of(page, "### Over maze, miner")  # with as many runs as both games have; the others have too few
     assert ours[:2] == ["ppg_procgen", "5"] and ours[-1] == "–" and page.count("### Over") == 1
     [header, _, maze, *_] = rows_of(page, "### Steps to a return")
