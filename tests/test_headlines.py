@@ -30,12 +30,11 @@ NAMES = {  # of the runs in a column of the tables
     "TensorFlow's Adam and pooling": r"earlier_ppo_{}_\d",
     "all variants": r"(earlier_)?ppo_{}_\d+(_torch_pooling)?",
 }
-RUNS |= {
-    f"earlier_{run}": x for run, x in pd.read_csv(RESULTS / "earlier" / "metrics.csv.gz", index_col=1).groupby("run")
-}
+EARLIER = pd.read_csv(RESULTS / "earlier" / "metrics.csv.gz", index_col="iteration")
+RUNS |= {f"earlier_{run}": rows for run, rows in EARLIER.groupby("run")}
 SMALL = report.value_at_step(report.load_runs((RESULTS / "small",))[1], 32_768, 0.05 * 32_768)
 GAMES = ["starpilot", "dodgeball", "ninja"]
-ONE_LEVEL = {"single network": "ppg_detach", "two networks": "ppg_procgen", "our PPO": "ppo", "CleanRL's": "cleanrl"}
+ONE_LEVEL = {"single network": "ppg_detach", "CleanRL's": "cleanrl", "two networks": "ppg_procgen", "our PPO": "ppo"}
 
 
 def table(beginning: str, text: str = TEXT) -> list[list[str]]:
@@ -87,18 +86,22 @@ def test_what_is_known():
     for names, *cells in table("five seeds each")[1:]:
         for env_id, cell in zip(GAMES, cells, strict=True):
             x, y = (one_level(ONE_LEVEL[name], env_id) for name in names.split(" - "))
-            assert cell == " ".join(verdict(x, y)) and ("CleanRL" not in names or np.mean(x) < np.mean(y))
+            assert cell == " ".join(verdict(x, y))
+            assert "CleanRL" not in names or (np.mean(x) < np.mean(y) and verdict(x, y)[1] == "undecided")
             known.add((*verdict(x, y), "5, 5"))
-    groups = ["ppg_detach", "cleanrl_ppg", "ppg_procgen", "ppo_procgen"]
-    for name, (_, *cells) in zip(groups, table("| starpilot, level 0")[1:], strict=True):
+    for name, (_, *cells) in zip(ONE_LEVEL.values(), table("| starpilot, level 0")[1:], strict=True):
         for env_id, cell in zip(GAMES, cells, strict=True):
             x = one_level(name, env_id)
             low, high = stats.ttest_1samp(x, 0).confidence_interval()
             assert len(x) == 5 and cell == f"{np.mean(x):.2f} [{low:.2f}, {high:.2f}]"
-    sentences = re.findall(r"([-+]\S+ \[\S+ \S+\]),\s+(\w+)\s+\((\S+ \S+) seeds\)", README)
-    words = r"\b(ahead|behind|undecided|alike)\b"  # nowhere without their intervals, but where one is explained
-    assert known.issuperset(sentences) and len(sentences) == len(re.findall(words, README)) == 6
-    assert len(re.findall(words, TEXT)) == len(re.findall(r"[-+]\d+\.\d+\],? (ahead|behind|undecided)", TEXT)) + 1
+    words = r"\b(?:ahead|behind|undecided|alike)\b"  # nowhere without their intervals, but twice
+    interval = r"([-+]\d\S+ \[\S+ \S+\])"
+    claims = [re.findall(rf"{interval} \((\S+ \d+)(?: seeds)?\) \| ({words})", text) for text in (README, TEXT)]
+    assert known.issuperset((x, word, numbers) for x, numbers, word in itertools.chain(*claims))
+    assert len(re.findall(words, README)) == len(claims[0]) == 5
+    assert len(re.findall(words, TEXT)) == len(claims[1]) + len(re.findall(rf"{interval},? {words}", TEXT)) + 2
+    x, y = seeds("all variants", "starpilot", 25, 40), seeds("published PPO", "starpilot", 25, 40)
+    assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (9, 6, True)  # three are within
 
 
 def test_returns_of_each_seed():
@@ -130,16 +133,20 @@ def test_n_pi():
         spans = scores.loc[setting].loc[columns]
         assert cells == ["–".join(f"{x:.3f}" for x in sorted({x.min, x.max})) for x in spans.itertuples()]
         assert set(spans["count"]) == {6 if "six runs" in name else 1}
-    for setting, last in (("ppg_n_pi_8", 288), ("ppg_n_pi_16", 560)):
-        assert (scores.loc[setting, "min"] > scores.loc["ppg_n_pi_32", "max"]).loc[32:last].all()
+    default = scores.loc["ppg_n_pi_32"]
+    for setting, last, number in (("ppg_n_pi_8", 288, 45), ("ppg_n_pi_16", 560, 0)):
+        assert (scores.loc[setting, "min"] > default["max"]).loc[32:last].all()
+        assert (scores.loc[setting, "min"] < default["min"]).loc[608:].sum() == number
 
 
-def test_the_page_is_what_its_command_makes(tmp_path, monkeypatch):
+def test_the_pages_are_what_their_commands_make(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(report, "draw_curves", lambda *_: None)
     monkeypatch.setattr(report, "picture", lambda _, path, caption: f"![{path.name}]({path.name}.png)\n\n*{caption}*")
-    report.main(report.Args(paths=(*RESULTS.glob("pp*"), RESULTS / "small"), out=tmp_path))
-    assert (tmp_path / "report.md").read_text() == (RESULTS / "page" / "report.md").read_text()
+    for name in ("bigfish", "starpilot", "fruitbot", "bossfight", "one_level"):
+        paths = tuple(RESULTS.glob("small" if name == "one_level" else f"pp*_{name}_*"))
+        report.main(report.Args(paths=paths, out=tmp_path / name))
+        assert (tmp_path / name / "report.md").read_text() == (RESULTS / "page" / name / "report.md").read_text()
 
 
 @pytest.mark.slow
