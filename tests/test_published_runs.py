@@ -1,5 +1,5 @@
 """Our scripts against whole training runs of openai/phasic-policy-gradient and openai/baselines, made by
-benchmark/reference/published_runs.py: the real training loop, network and games, the same first weights, levels and draws."""
+benchmark/reference/published_runs.py: the real loop, network and games, the same first weights, levels and draws."""
 
 import sys
 from pathlib import Path
