@@ -457,24 +457,25 @@ def train(args: Args, run: "Run"):
 
 
 # ---- How to change it ----
-# A loss is a function f(agent, args, out, mb), a mean over samples. Name it in its phase's tuples.
-# This one clips values as PPO2 does. It is for the policy phase, since B has no mb["values"].
+# A loss is f(agent, args, out, mb), a mean over samples. Name it in its phase's tuples.
+# This one clips values as PPO2 does, in the policy phase: B has no mb["values"].
 #     def clipped_value_loss(agent, args, out, mb):
 #         change = (out.values - mb["values"]).clamp(-0.2, 0.2)
 #         errors = (out.values - mb["targets"]).square()
 #         clipped_errors = (mb["values"] + change - mb["targets"]).square()
 #         v_loss = 0.5 * torch.max(errors, clipped_errors).mean()
 #         return args.vf_coef * v_loss, {"value_loss": v_loss}
-# Numbers and random draws that a loss needs are made in train, as tensors (M, ...) or 0-dim in mb:
-# in a loss, draws would depend on --chunk-size. CUDA graphs freeze numbers, learning rates too.
-# To store more of rollout in B, name it: make_buffer(..., values=torch.empty((T, N))).
+# Numbers and draws that a loss needs are made in train: tensors (M, ...) or 0-dim in mb, on device.
+# Draws in a loss depend on --chunk-size, and CUDA graphs freeze numbers, learning rates too. For a
+# schedule, write optimizer.param_groups[0]["lr"] = minibatch["lr"] in gradient_step.
+# To store more of rollout in B: make_buffer(..., values=torch.empty((T, N))).
 # The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
 # An environment of gymnasium: change env_id, make_envs, make_eval_envs, check. It must reset itself
 # by SAME_STEP, not the default, and have state_dict and load_state_dict for --resume. At a time
 # limit, add gamma V(infos["final_obs"]) to normalized_rewards, not to raw_rewards.
 # What changes from iteration to iteration belongs in shared, if all ranks have the same, or in
-# per_rank. Change it before run.save. Change tensors in place, or the old one is saved: c *= 2.
-# Ranks that decide differently wait for each other: decide by mean_stats, the same on all ranks.
+# per_rank. Change it before run.save, tensors in place (c *= 2): else the old one is saved.
+# Ranks that decide differently wait for each other: decide by mean_stats of an epoch's stats.
 
 
 # ---- 5 Environment, episodes, evaluation: from here on, plumbing ----
