@@ -81,7 +81,7 @@ RUNS_TEXT = "script: a checksum of the copy in the run folder, or the commit. st
 class Args:
     paths: tyro.conf.Positional[tuple[Path, ...]]  # run folders, sweep folders, or any parent of them
     out: Path = Path("report")  # folder to write to
-    step: float | None = None  # step of the tables; default: where the median run ended, or the published row before it
+    step: float | None = None  # step of the tables, or the published row before it; default: where the median run ended
     thresholds: tuple[float, ...] = ()  # also show the first step at which each run has these returns
     references: tuple[str, ...] = ("ppg", "ppo")  # published curves, by the names in benchmark/reference/README.md
     baseline: str = "ppo"  # comparisons are with the group of this name, else the first that contains it, ours first
@@ -220,10 +220,10 @@ def in_order(curves: pd.DataFrame) -> list[str]:
 
 def value_at_step(curves: pd.DataFrame, step: float, window: float) -> pd.DataFrame:
     """Each curve's mean over its rows in (step - window, step], or its last row before `step` if it has none there.
-    Runs that end an iteration (their first row) or more before `step` are left out."""
+    Runs that end more than an iteration (their first row) before `step` are left out."""
     run = ["env_id", curves.group.str.removesuffix(UNSEEN), "run"]  # evaluations on unseen levels may be rare
     steps = curves.groupby(run).global_step
-    reached = steps.transform("max") + steps.transform("min") > step
+    reached = steps.transform("max") + steps.transform("min") >= step
     before = curves[reached & (curves.global_step <= step)]
     last = before.groupby(CURVE).global_step.transform("max")
     in_window = before.global_step > np.minimum(step - window, last - 1)
@@ -417,8 +417,7 @@ def report_setting(args: Args, runs: pd.DataFrame, curves: pd.DataFrame, notes: 
     if not num_levels:  # all levels are in training: an evaluation repeats what the training episodes say
         curves = curves[~curves.group.str.endswith(UNSEEN)]
     own, published = curves[curves.own], curves[~curves.own]
-    step, row = step_to_compare_at(runs.last_step.quantile(0.5, interpolation="lower"), published)
-    step = args.step or step
+    step, row = step_to_compare_at(args.step or runs.last_step.quantile(0.5, interpolation="lower"), published)
     window = min(max(row, 0.05 * step), step)
     values = value_at_step(curves, step, window)
     notes += run_notes(f"{title}: no value at {step:,.0f} steps", runs[~runs.run.isin(values.run)])
