@@ -319,7 +319,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
     """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
     optimizer.zero_grad()  # also the gradients of losses that only the other phase has
     stats = {}
-    # To save memory, a policy minibatch is two chunks by default. Their gradients add up.
+    # To save memory: by default, 2048 samples are two chunks, whose gradients add up.
     for mb, share in chunks(minibatch, args.chunk_size):
         out = agent(mb["obs"], bf16)
         total_loss = 0.0
@@ -338,7 +338,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
 
 
 def make_optimizer(agent, lr):
-    """[PPG-2] Adam with epsilon 1e-8. It leaves parameters alone that the losses do not use."""
+    """[PPG-2] Adam with epsilon 1e-8. Parameters that the losses do not use stay as they are."""
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=True)
 
 

@@ -264,7 +264,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, **minibatch):
     """One optimizer step on the sum of losses. Returns their statistics. minibatch: (M, ...)."""
     optimizer.zero_grad()
     stats = {}
-    # Gradients add up over chunks, to save memory. By default, a minibatch has two.
+    # To save memory: by default, 2048 samples are two chunks, whose gradients add up.
     for mb, share in chunks(minibatch, args.chunk_size):
         out = agent(mb["obs"])
         total_loss = 0.0
