@@ -11,7 +11,7 @@ PPG trains two networks, one for the policy and one for values, so that neither 
 For N_pi iterations, PPG is PPO. Then comes an auxiliary phase: the policy's network learns the
 value targets of all these iterations by a second value head, because features that predict values
 help the policy. Advantages never come from this head. The value network learns the targets again.
-A KL loss holds the policy to pi_old, taken as the phase begins: an older one would undo learning.
+A KL loss holds the policy to pi_old, the policy as the phase begins, not as it was in rollouts.
 
 Each iteration, the policy phase                              in the code
     a rollout: T steps in each of N environments              act (one step)
@@ -109,7 +109,7 @@ class Args:
     # dual: two networks; detach: one, L_value trains its value head only; shared: one
     arch: Literal["dual", "detach", "shared"] = "dual"
     # auxiliary phase
-    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; 16 may help, 8 below 1.5M steps
+    n_iteration: int = 32  # N_pi: iterations per auxiliary phase; 16 or 8 may learn faster early
     e_auxiliary: int = 6  # E_aux: epochs over the N_pi * N rollouts; 0: no auxiliary phase
     aux_learning_rate: float = 5e-4  # Adam's, in the auxiliary phase
     beta_clone: float = 1.0  # weight of KL[pi_old, pi]
