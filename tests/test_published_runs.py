@@ -19,7 +19,7 @@ N, T = published.N, published.T
 RUNS = {name: (ppg_procgen, args, published.PPG_COLUMNS) for name, args in published.PPG_RUNS.items()}
 RUNS |= {name: (ppo_procgen, args, published.PPO_COLUMNS) for name, args in published.PPO_RUNS.items()}
 PUBLISHED = np.load(published.RESULTS)
-SLOW = {"clipping", "kl", "separate"}  # other runs and the tests of the losses take their code paths
+SLOW = {"shared", "clipping", "kl", "separate"}  # other runs and the tests of the losses take their code paths
 
 
 def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
