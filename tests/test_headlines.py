@@ -112,7 +112,7 @@ def test_returns_of_each_seed():
         for name, cell in zip(header[1:], cells, strict=True):
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
-    assert all(cell in README for cell in rows[0][1:])
+    assert all(cell in README for cell in rows[3][1:])
 
 
 def test_n_pi():
@@ -136,7 +136,6 @@ def test_n_pi():
     for setting, last, number in (("ppg_n_pi_8", 288, 45), ("ppg_n_pi_16", 560, 0)):
         assert (scores.loc[setting, "min"] > default["max"]).loc[32:last].all()
         assert (scores.loc[setting, "min"] < default["min"]).loc[608:].sum() == number
-    assert [(scores.loc[x, "min"] > default["max"]).sum() for x in ("ppg_n_pi_16", "ppg_e_aux_9")] == [65, 74]
 
 
 def test_the_pages_are_what_their_commands_make(tmp_path, monkeypatch):
@@ -155,4 +154,4 @@ def test_the_committed_agent(tmp_path, capsys):
     flags = ["--no-cuda", str(RESULTS / "small" / "starpilot_level_0"), "--levels", "train", "--out", str(tmp_path)]
     evaluate.main(tyro.cli(evaluate.Args, args=flags))
     [figure] = re.findall(r"easy train, 128 episodes: (\S+ ± \S+),", capsys.readouterr().out)
-    assert f"{figure} over 128 episodes" in " ".join(TEXT.split())
+    assert f"{figure} over 128 episodes" in README

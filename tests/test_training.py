@@ -267,7 +267,7 @@ def test_tensorboard_shows_what_the_table_holds(trained, script):
 @pytest.mark.slow
 def test_a_tracked_run(run, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (history,) = run(ppo_procgen, track=True).glob("wandb/offline-run-*/run-*.wandb")
+    (history,) = run(ppg_procgen, track=True).glob("wandb/offline-run-*/run-*.wandb")
     conftest.wait_for(lambda: b"losses/policy_loss" in history.read_bytes())
     (events,) = history.parents[2].glob("tensorboard/*")  # W&B's links here would be logged again and again
 
