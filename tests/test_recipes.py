@@ -197,6 +197,7 @@ class Recall(Blink):
 gymnasium.register("Recall-v0", Recall)
 
 
+@pytest.mark.slow
 def test_memory_recalls_and_its_chunks_are_whole_rollouts(tmp_path):
     module = load(tmp_path, apply(MEMORY, ENV))
     flags = {"env_id": "Recall-v0", "num_envs": 16, "num_aux_rollouts": 16, "gamma": 0.9, "learning_rate": 1e-3}
