@@ -26,6 +26,7 @@ import ppg_procgen  # noqa: E402
 import ppo_procgen  # noqa: E402
 
 gc.disable()  # gym3 waits for ever where old games are collected while new ones are made
+SLOW = [pytest.mark.slow]  # times False: none
 ROOT = Path(__file__).resolve().parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TINY = {"env_id": "chaser", "num_envs": 4, "num_steps": 16, "num_minibatches": 2, "total_timesteps": 256}

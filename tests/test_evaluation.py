@@ -22,7 +22,8 @@ from benchmark import evaluate as tool
 from benchmark import report
 from ppg_procgen import NUM_LEVELS
 
-GAME = {"env_id": "bossfight", "num_levels": 2, "start_level": 25, "total_timesteps": 128}  # short episodes
+GAME = {"env_id": "bossfight", "num_levels": 2, "start_level": 25, "num_steps": 8, "total_timesteps": 64}
+GAMES = {ppg_procgen: GAME | {"arch": "detach"}, ppo_procgen: GAME}  # short episodes, one network: fast
 SOURCE = (ROOT / "ppg_procgen.py").read_text()
 ENVS = """
 class make_envs:  # a level's number gives its length; rewards of 1, in hard mode 2
@@ -99,7 +100,7 @@ def evaluated(request, tmp_path_factory):
         envs.step = lambda actions: (played.update(level_seeds(envs)), step(actions))[1]
         return envs
 
-    args = make_args(script, tmp_path_factory.mktemp("evaluated") / "run", **GAME, eval_interval=1)
+    args = make_args(script, tmp_path_factory.mktemp("evaluated") / "run", **GAMES[script], eval_interval=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(script, "make_envs", make_envs)
         return script, train(script, args, small=False), levels
@@ -108,7 +109,7 @@ def evaluated(request, tmp_path_factory):
 def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
     script, run_dir, [(_, training), (first, played), (second, _)] = evaluated
     assert training == {25, 26} and min(played) >= 27 and first == second
-    agent = make_agent(script)
+    agent = make_agent(script, **GAMES[script])
     agent.load_state_dict(torch.load(run_dir / "agent.pt"))
     args = script.Args(env_id="bossfight", num_envs=4, cuda=False)
     envs = script.make_envs(args, NUM_LEVELS - 2, 27, NUM_LEVELS - 27)  # from the first level that is unseen
@@ -118,7 +119,7 @@ def test_unseen_levels_are_unseen_and_the_same_every_time(evaluated):
 
 def test_evaluation_does_not_touch_training(evaluated, run):
     script, run_dir, _ = evaluated
-    weights, plain_weights = comparable(run_dir)[1], comparable(run(script, **GAME, small=False))[1]
+    weights, plain_weights = comparable(run_dir)[1], comparable(run(script, **GAMES[script], small=False))[1]
     torch.testing.assert_close(weights, plain_weights, rtol=0, atol=0)
 
 
@@ -217,9 +218,8 @@ def make_run(folder, source, **flags):
     return lambda: script.evaluate(agent, script.make_envs(args, 0, 5, 1), 0).tolist(), script
 
 
-@pytest.mark.parametrize("old, new", [("/ 255.0", "/ 127.5 - 1"), ("self.dense(x).relu()", "self.dense(x).tanh()")])
-def test_a_changed_copy_plays_as_its_evaluate(old, new, tmp_path, monkeypatch):
-    evaluate, script = make_run(tmp_path, SOURCE.replace(old, new))
+def test_a_changed_copy_plays_as_its_evaluate(tmp_path, monkeypatch):
+    evaluate, script = make_run(tmp_path, SOURCE.replace("/ 255.0", "/ 127.5 - 1"))
     monkeypatch.setattr("random.Random.getrandbits", lambda *_: 0)  # the seed
     episodes, _ = command(tmp_path, "--env-id", "starpilot", "--levels", "5:6", "--episodes", 8)
     assert episodes["return"].tolist() == evaluate()

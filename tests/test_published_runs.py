@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow_habits
 import torch
-from conftest import read_rows, train
+from conftest import SLOW, read_rows, train
 from worker import use_float64
 
 import ppg_procgen
@@ -19,7 +19,6 @@ N, T = published.N, published.T
 RUNS = {name: (ppg_procgen, args, published.PPG_COLUMNS) for name, args in published.PPG_RUNS.items()}
 RUNS |= {name: (ppo_procgen, args, published.PPO_COLUMNS) for name, args in published.PPO_RUNS.items()}
 PUBLISHED = np.load(published.RESULTS)
-SLOW = {"shared", "clipping", "kl", "separate"}  # other runs and the tests of the losses take their code paths
 
 
 def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
@@ -72,7 +71,7 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
     return {"actions": np.array(actions), "losses": np.array(losses), "projections": np.array(projections)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=SLOW * (x not in ("dual", "ppo"))) for x in RUNS])
 def test_whole_run(name, tmp_path, monkeypatch):
     """In float64 what differs is rounding alone."""
     if name in ("detach", "ppo") and sys.version_info[:2] not in ((3, 11), (3, 12)):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, TINY_PPG, as_flags, interrupt, make_args, read_rows, resume, same, train
+from conftest import SLOW, TINY, TINY_PPG, as_flags, interrupt, make_args, read_rows, resume, same, train
 from filelock import FileLock, Timeout
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -63,7 +63,7 @@ TARGETS = {"step": 30, "gradient_step": 9, "torch.save": 4, "torch.load": 3, "os
 TARGETS["SummaryWriter.add_scalar"] = 40
 
 
-@pytest.mark.parametrize("variant", [pytest.param(x, marks=[pytest.mark.slow] * (x == "shared")) for x in VARIANTS])
+@pytest.mark.parametrize("variant", [pytest.param(x, marks=SLOW * (x not in ("dual", "ppo"))) for x in VARIANTS])
 def test_a_run_killed_at_random_moments_resumes_to_the_bits_of_one_never_killed(tmp_path, trained, start, variant):
     (script, flags), rng = VARIANTS[variant], random.Random(variant)
     run_dir, codes = tmp_path / "killed", []

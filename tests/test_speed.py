@@ -108,9 +108,9 @@ class Watch(TorchDispatchMode):
 
 
 SETTINGS = {  # name: (script, flags, convolutions of an update, forward and backward)
-    "dual": (ppg_procgen, {"aux_dtype": "bfloat16"}, {60}),
+    "dual": (ppg_procgen, {}, {60}),
     "e_value": (ppg_procgen, {"e_value": 2}, {45, 60}),  # backward through a network each, then both
-    "detach": (ppg_procgen, {"arch": "detach"}, {30}),
+    "detach": (ppg_procgen, {"arch": "detach", "aux_dtype": "bfloat16"}, {30}),
     "ppo": (ppo_procgen, {}, {30}),
 }
 

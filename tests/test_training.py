@@ -79,7 +79,7 @@ def test_the_policy_is_its_own_clone_as_the_auxiliary_phase_begins(run, monkeypa
 
     seen = []
     monkeypatch.setattr(ppg_procgen, "joint_loss", joint_loss)
-    rows = read_rows(run(small=False, env_id="bossfight", aux_dtype=dtype, num_envs=2, num_steps=8, total_timesteps=32))
+    rows = read_rows(run(small=False, env_id="bossfight", aux_dtype=dtype, num_envs=2, num_steps=4, total_timesteps=16))
     assert abs(seen[0]) < 1e-6 < 1e-4 < min(seen[1:]) and float(rows[-1]["losses/aux/first_kl_loss"]) == seen[0]
 
 
@@ -223,8 +223,7 @@ def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
     assert about["args"] == asdict(args) | {"num_ranks": 1, "run_dir": str(run_dir)}
     assert torch.__version__.startswith(about["packages"]["torch"]) and "numpy" in about["packages"]
     assert (about["device"], about["threads"], about["python"]) == ("cpu", torch.get_num_threads(), sys.version)
-    name = f"{script.__name__}.py"
-    assert (run_dir / name).read_text() == (ROOT / name).read_text()
+    assert (run_dir / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
 
 
 def test_the_papers_settings_are_possible():
