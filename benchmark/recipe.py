@@ -65,3 +65,4 @@ if __name__ == "__main__":
         if args.output.exists():
             fail(f"{args.output} exists")
         args.output.write_text(apply(*args.recipe, base=args.base), encoding="utf-8")
+        print(f"wrote {args.output}")

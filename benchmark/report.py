@@ -152,7 +152,7 @@ def describe_run(folder: Path, path: str, record: dict, rows: pd.DataFrame) -> d
     run["packages"] = ", ".join(f"{x} {versions[x]}" for x in sorted(versions) if x.startswith(("procgen", "torch")))
     copies = [ast.unparse(ast.parse(file.read_text("utf-8"))) for file in sorted(folder.glob("*.py"))]  # no comments
     script = f"{zlib.crc32(''.join(copies).encode()):08x}" if copies else record.get("commit", "unknown")[:7]
-    return run | {"script": script, "folder": os.path.dirname(path)}
+    return run | {"script": script, "folder": os.path.relpath(os.path.dirname(path))}
 
 
 def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list[str]]:
@@ -168,7 +168,7 @@ def load_runs(paths: tuple[Path, ...]) -> tuple[pd.DataFrame, pd.DataFrame, list
                     curves.append(curve.assign(episodic_return=rows.get(column)).dropna())
                 runs.append(run)
         except Exception as error:  # a broken or foreign folder must not cost the page of a whole sweep
-            notes.append(f"{folder}: left out: {error!r}")
+            notes.append(f"{folder}: left out: {type(error).__name__}: {error}")
     if not runs:
         return pd.DataFrame(), pd.DataFrame(), notes
     runs = pd.DataFrame(runs).sort_values(["last_step", "run"])
@@ -459,8 +459,8 @@ def runs_table(runs: pd.DataFrame) -> str:
     """A row for each game, machine and script of a group."""
     runs = runs.sort_values("seed").rename(columns={"env_id": "game", "seed": "seeds", "last_step": "steps"})
     runs["steps/s"] = runs.steps / runs.seconds
-    runs["folder"] = runs.folder.map(os.path.relpath)
-    rows = runs.groupby(["group", "game", "device", "script", "packages", "folder"], dropna=False, as_index=False)
+    columns = ["group", *SETTING, "game", "device", "script", "packages", "folder"]
+    rows = runs.groupby(columns, dropna=False, as_index=False)
     return markdown(rows[["seeds", "steps", "steps/s"]].agg(lambda values: ", ".join(map("{:,.0f}".format, values))))
 
 

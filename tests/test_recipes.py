@@ -58,7 +58,7 @@ def test_the_command(tmp_path):
 
     assert [line[:36].strip() for line in recipe().splitlines()] == list(RECIPES)
     path = tmp_path / "my_ppg.py"
-    assert recipe("add memory", "take CONTINUOUS actions", "-o", path) == ""
+    assert recipe("add memory", "take CONTINUOUS actions", "-o", path) == f"wrote {path}\n"
     source = path.read_text()
     assert source == apply(ENV, VECTORS, CONTINUOUS, MEMORY)
     assert "agent(last_obs, hidden[t + 1], 1)" in source and "hidden[t + 1]" not in apply(ENV)
@@ -66,7 +66,7 @@ def test_the_command(tmp_path):
     assert source.startswith("# Recipes: Use another environment; Read vectors; Take continuous actions; Add memory\n")
     base, other = tmp_path / "base.py", tmp_path / "other.py"  # with a change of one's own, and a recipe
     base.write_text(apply(MEMORY).replace("seed: int = 1", "seed: int = 7"))
-    assert recipe(ENV, MEMORY, "--base", base, "-o", other) == ""  # with the part that needs both
+    assert recipe(ENV, MEMORY, "--base", base, "-o", other) == f"wrote {other}\n"  # with the part that needs both
     assert other.read_text() == apply(ENV, MEMORY).replace("seed: int = 1", "seed: int = 7")
     assert '"Add magic"' in recipe("Add magic", "-o", tmp_path / "new.py")
     error = recipe(ENV, ENVPOOL, "-o", tmp_path / "new.py")

@@ -181,7 +181,7 @@ def test_broken_and_foreign_runs_are_named_and_do_not_stop_the_others(tmp_path):
     page = make_page(tmp_path / "out", tmp_path)
     assert all(f"- {folder}: left out" in page for folder in bad) and page.count("left out") == len(bad)
     [_, *rows] = rows_of(page, "## Runs")
-    assert [row[6:] for row in rows] == [["3", "1,638,400", "455"], ["1, 4", "1,638,400, 256", "455, 256"]]
+    assert [row[8:] for row in rows] == [["3", "1,638,400", "455"], ["1, 4", "1,638,400, 256", "455, 256"]]
     assert re.search(r"no episode has finished yet: \S+starpilot__ppg_procgen__4 \(at 256\)\n", page)
     with pytest.raises(SystemExit, match="report.py: no such file or folder: .*misspelt"):
         make_page(tmp_path / "out", tmp_path, tmp_path / "misspelt")
