@@ -138,6 +138,14 @@ def test_n_pi():
         assert (scores.loc[setting, "min"] < default["min"]).loc[608:].sum() == number
 
 
+def test_one_level_with_and_without_auxiliary_phases():
+    folder = RESULTS / "small" / "starpilot_level_0"
+    ends = pd.read_csv(f"{folder}_others/metrics.csv.gz").groupby("run")[RETURN].last()
+    ends = [f"{x:.2f}" for x in (pd.read_csv(folder / "metrics.csv")[RETURN].iloc[-1], *ends)]
+    assert "{0}, {4}, {5} (seeds 1 to 3)".format(*ends) in README
+    assert "at {1}, {2}, {3}; with N_π 16, at {6} (seed 1)".format(*ends) in README
+
+
 def test_the_pages_are_what_their_commands_make(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(report, "draw_curves", lambda *_: None)
