@@ -3,7 +3,6 @@
 import csv
 import functools
 import gc
-import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal

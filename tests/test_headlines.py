@@ -112,7 +112,11 @@ def test_returns_of_each_seed():
         for name, cell in zip(header[1:], cells, strict=True):
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
-    assert all(cell in README for cell in rows[3][3:])
+    assert all(cell in README for cell in (*rows[3][3:], rows[4][3], rows[4][5]))
+    ends = pd.read_csv(RESULTS / "small" / "starpilot_level_0_others" / "metrics.csv.gz").groupby("run")[RETURN].last()
+    ends = [pd.read_csv(RESULTS / "small" / "starpilot_level_0" / "metrics.csv")[RETURN].iloc[-1], *ends]
+    assert "{:.2f}, {:.2f}, {:.2f} (seeds 1 to 3)".format(ends[0], *ends[4:6]) in README
+    assert "at {:.2f}, {:.2f}, {:.2f}; with N_π 16, at {:.2f}".format(*ends[1:4], ends[6]) in README
 
 
 def test_n_pi():
@@ -136,14 +140,6 @@ def test_n_pi():
     for setting, last, number in (("ppg_n_pi_8", 288, 45), ("ppg_n_pi_16", 560, 0)):
         assert (scores.loc[setting, "min"] > default["max"]).loc[32:last].all()
         assert (scores.loc[setting, "min"] < default["min"]).loc[608:].sum() == number
-
-
-def test_one_level_with_and_without_auxiliary_phases():
-    folder = RESULTS / "small" / "starpilot_level_0"
-    ends = pd.read_csv(f"{folder}_others/metrics.csv.gz").groupby("run")[RETURN].last()
-    ends = [f"{x:.2f}" for x in (pd.read_csv(folder / "metrics.csv")[RETURN].iloc[-1], *ends)]
-    assert "{0}, {4}, {5} (seeds 1 to 3)".format(*ends) in README
-    assert "at {1}, {2}, {3}; with N_π 16, at {6} (seed 1)".format(*ends) in README
 
 
 def test_the_pages_are_what_their_commands_make(tmp_path, monkeypatch):
