@@ -2,8 +2,8 @@
 
     python ppg_procgen.py --env-id starpilot
 
-In 20 minutes on a CPU, a single network learns one level: mean return 7.5, 7.8, 6.2 (seeds 1 to 3),
-and without the auxiliary phase, by --e-auxiliary 0, 4.6, 5.2, 4.6:
+In 20 minutes on a CPU, a single network learns one level: mean return 7.5, 7.8, 6.2 (seeds 1 to 3).
+Without the auxiliary phase (--e-auxiliary 0): 4.6, 5.2, 4.6.
     python ppg_procgen.py --num-levels 1 --arch detach --num-envs 16 --num-steps 64 --gamma 0.99 \
         --num-minibatches 4 --n-iteration 4 --e-auxiliary 2 --total-timesteps 65536
 
@@ -17,13 +17,13 @@ Each iteration, the policy phase                              in the code
     a rollout: T steps in each of N environments              act (one step)
     advantages Adv and value targets V_targ                   compute_gae
     E_pi epochs on L_clip + c S[pi], E_V epochs on L_value    policy_loss, value_loss
-    add observations and targets to the buffer B
+    add observations and targets to the buffer B              store
 After N_pi iterations, the auxiliary phase
     pi_old on all of B; E_aux epochs on L_joint + L_value     joint_loss, value_loss
 L_value = (V - V_targ)^2 / 2; L_joint = (V_aux - V_targ)^2 / 2 + beta_clone KL[pi_old, pi]
 
 To learn PPG, read sections 2 to 4. S is entropy; M counts samples, A actions. [PPG-k] marks what is
-easily missed. Only with several processes do gather and average_grads do anything.
+easily missed. With one process, gather and average_grads do nothing.
 """
 
 # /// script
@@ -458,20 +458,20 @@ def train(args: Args, run: "Run"):
 
 # ---- How to change it ----
 # A loss is f(agent, args, out, mb), a mean over samples. Name it in its phase's tuples.
-# This one clips values as PPO2 does, in the policy phase: B has no mb["values"].
+# This one clips values as PPO2 does, only in the policy phase, as B has no values.
 #     def clipped_value_loss(agent, args, out, mb):
 #         change = (out.values - mb["values"]).clamp(-0.2, 0.2)
 #         errors = (out.values - mb["targets"]).square()
 #         clipped_errors = (mb["values"] + change - mb["targets"]).square()
 #         v_loss = 0.5 * torch.max(errors, clipped_errors).mean()
 #         return args.vf_coef * v_loss, {"value_loss": v_loss}
-# Numbers and draws that a loss needs are made in train: tensors (M, ...) or 0-dim in mb, on device.
+# Make a loss's numbers and draws in train: tensors in mb, (M, ...) or 0-dim, on device.
 # Draws in a loss depend on --chunk-size, and CUDA graphs freeze numbers, learning rates too. For a
 # schedule, write optimizer.param_groups[0]["lr"] = minibatch["lr"] in gradient_step.
 # To store more of rollout in B: make_buffer(..., values=torch.empty((T, N))).
 # The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
-# An environment of gymnasium: change env_id, make_envs, make_eval_envs, check. It must reset itself
-# by SAME_STEP, not the default, and have state_dict and load_state_dict for --resume. At a time
+# An environment of gymnasium: change env_id, make_envs, check. It must reset itself by SAME_STEP,
+# not the default, and have state_dict and load_state_dict: if not, per_rank = {}. At a time
 # limit, add gamma V(infos["final_obs"]) to normalized_rewards, not to raw_rewards.
 # What changes from iteration to iteration belongs in shared, if all ranks have the same, or in
 # per_rank. Change it before run.save, tensors in place (c *= 2): else the old one is saved.
@@ -734,7 +734,8 @@ class Run:
         about["packages"] = {x.name: x.version for x in metadata.distributions()}
         about = json.dumps(about, indent=2).encode()
         mine = Path(__file__).read_bytes()
-        is_same = script.read_bytes() == mine if script.exists() else not record.exists()
+        is_new = not record.exists()  # first: rank 0 writes it last
+        is_same = script.read_bytes() == mine if script.exists() else is_new
         require(is_same, f"this script differs from {script}: run that, or replace it")
         if record.exists():
             now = json.loads(about)["args"]

@@ -2,7 +2,7 @@
 
     python ppo_procgen.py --env-id starpilot    # then: python benchmark/evaluate.py runs/RUN
 
-To learn PPO, read sections 2 to 4 and stop. Much is as in ppg_procgen.py. With one process,
+To learn PPO, read sections 2 to 4. Much is as in ppg_procgen.py. With one process,
 gather(x) is x, and average_grads does nothing. S: entropy, M: samples, A: actions.
 Departures from openai/train-procgen: torch's Adam and pooling; rewards are normalized over all
 ranks.
@@ -600,7 +600,8 @@ class Run:
         about["packages"] = {x.name: x.version for x in metadata.distributions()}
         about = json.dumps(about, indent=2).encode()
         mine = Path(__file__).read_bytes()
-        is_same = script.read_bytes() == mine if script.exists() else not record.exists()
+        is_new = not record.exists()  # first: rank 0 writes it last
+        is_same = script.read_bytes() == mine if script.exists() else is_new
         require(is_same, f"this script differs from {script}: run that, or replace it")
         if record.exists():
             now = json.loads(about)["args"]
