@@ -28,11 +28,8 @@ NAMES = {  # of the runs in a column of the tables
     "PPO on the H200": "ppo_h200_{}_.",
     "our PPO": r"ppo_(cpu_|h200_)?{}_\d+",
     "seeds 13–16": r"ppo_{}_1[3-6]",
-    "TensorFlow's Adam": r"earlier_ppo_{}_\d(_torch_pooling)?",
 }
-EARLIER = pd.read_csv(RESULTS / "earlier" / "metrics.csv.gz", index_col="iteration")
-RUNS |= {f"earlier_{run}": rows for run, rows in EARLIER.groupby("run")}
-SMALL = report.value_at_step(report.load_runs((RESULTS / "small",))[1], 32_768, 0.05 * 32_768)
+LEVELS = [pd.read_csv(RESULTS / x / "metrics.csv.gz", index_col="iteration") for x in ("small", "earlier")]
 GAMES = ["starpilot", "dodgeball", "ninja"]
 ONE_LEVEL = {"single network": "ppg_detach", "CleanRL's": "cleanrl", "two networks": "ppg_procgen", "our PPO": "ppo"}
 
@@ -66,40 +63,50 @@ def verdict(x: list[float], y: list[float]) -> tuple[str, str]:
     return f"{np.mean(x) - np.mean(y):+.2f} [{low:+.2f}, {high:+.2f}]", word
 
 
-def one_level(name: str, env_id: str) -> list[float]:
-    return SMALL[SMALL.group.str.startswith(name) & (SMALL.env_id == env_id)].episodic_return.tolist()
+def one_level(names: str, env_id: str, first: int = 31, last: int = 32) -> list[list[float]]:
+    """The same on one level, of each group in 'single network - our PPO'."""
+    rows = pd.concat(LEVELS).query(f"{first} <= iteration <= {last}").groupby("run")[RETURN].mean()
+    runs = [f"{env_id}__{ONE_LEVEL[name]}" for name in names.split(" - ")]
+    return [rows[rows.index.str.startswith(run)].tolist() for run in runs]
 
 
 def test_what_is_known():
+    def said(verdict):
+        return " ".join(verdict).removesuffix(" undecided").strip()
+
+    text = [" ".join(x.split()) for x in (README, TEXT)]
     known = set()  # verdicts with the numbers of seeds
     for span, numbers, *cells in table("iterations | seeds of each")[1:]:
         names = ["PPG on the H200", "PPO on the H200", "published PPO"]
         values = [seeds(name, "bigfish", *map(int, span.split("–"))) for name in names]
         assert numbers == ", ".join(str(len(x)) for x in values)
         for (x, y), cell in zip(itertools.combinations(values, 2), cells, strict=True):
-            assert cell == " ".join(verdict(x, y)).strip(), span
+            assert cell == said(verdict(x, y)), span
             known.add((*verdict(x, y), f"{len(x)}, {len(y)}"))
     for span, *cells in table("iterations | starpilot: our PPO")[1:]:
         span, name = (*span.split(", "), "our PPO")[:2]
         for env_id, cell in zip(["starpilot", "fruitbot"], cells, strict=True):
             x, y = (seeds(run, env_id, *map(int, span.split("–"))) for run in (name, "published PPO"))
             known.add((*verdict(x, y), f"{len(x)}, {len(y)}"))
-            assert cell == ("{}, {} ({}, {})".format(*verdict(x, y), len(x), len(y)) if x else "–"), span
-    for names, *cells in table("five seeds each")[1:]:
+            assert cell == (f"{said(verdict(x, y))} ({len(x)}, {len(y)})" if x else "–"), span
+    [_, *spans], *rows = table("starpilot, iterations")
+    for (names, *cells), (_, *more) in zip(table("five seeds each")[1:], rows, strict=True):
+        ends = [verdict(*one_level(names, game)) for game in GAMES]
+        earlier = [[verdict(*one_level(names, x, *map(int, y.split("–")))) for y in spans] for x in GAMES]
+        assert [*cells, *more] == [said(x) for x in [*ends, *earlier[0]]], names
+        known.update((*x, "5, 5") for x in [*ends, *earlier[0]])
+        assert all(x in text[1] for x, word in earlier[1] + earlier[2] if word != "undecided")
+    known.update((*verdict(*one_level(f"{x} - our PPO", "one_level_starpilot")), "5, 5") for x in ONE_LEVEL)
+    for name, (_, *cells) in zip(ONE_LEVEL, table("| starpilot, level 0")[1:], strict=True):
         for env_id, cell in zip(GAMES, cells, strict=True):
-            x, y = (one_level(ONE_LEVEL[name], env_id) for name in names.split(" - "))
-            assert cell == " ".join(verdict(x, y)), names
-            known.add((*verdict(x, y), "5, 5"))
-    for name, (_, *cells) in zip(ONE_LEVEL.values(), table("| starpilot, level 0")[1:], strict=True):
-        for env_id, cell in zip(GAMES, cells, strict=True):
-            x = one_level(name, env_id)
+            [x] = one_level(name, env_id)
             low, high = stats.ttest_1samp(x, 0).confidence_interval()
             assert len(x) == 5 and cell == f"{np.mean(x):.2f} [{low:.2f}, {high:.2f}]"
     words = r"\b(?:ahead|behind|undecided|alike)\b"  # nowhere without their intervals, but where one is explained
     interval = r"([-+]\d\S+ \[\S+ \S+\])"
-    claims = [re.findall(rf"{interval} \((\S+ \d+)(?: seeds)?\)(?: \||:) ({words})", text) for text in (README, TEXT)]
+    claims = [re.findall(rf"{interval} \((\S+ \d+)(?: seeds)?\)(?: \||:) ({words})", x) for x in text]
     assert known.issuperset((x, word, numbers) for x, numbers, word in itertools.chain(*claims))
-    assert len(re.findall(words, README)) == len(claims[0]) == 7
+    assert len(re.findall(words, README)) == len(claims[0]) == 8
     assert len(re.findall(words, TEXT)) == len(claims[1]) + len(re.findall(rf"{interval},? {words}", TEXT)) + 1
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)  # three are within
@@ -112,22 +119,15 @@ def test_returns_of_each_seed():
         for name, cell in zip(header[1:], cells, strict=True):
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
-    assert all(cell in README for cell in (*rows[3][3:], rows[4][3], rows[4][5]))
+    assert all(cell in README for cell in (*rows[5][3:], *rows[6][2:]))
     ends = pd.read_csv(RESULTS / "small" / "starpilot_level_0_others" / "metrics.csv.gz").groupby("run")[RETURN].last()
     ends = [pd.read_csv(RESULTS / "small" / "starpilot_level_0" / "metrics.csv")[RETURN].iloc[-1], *ends]
     assert "{:.2f}, {:.2f}, {:.2f} (seeds 1 to 3)".format(ends[0], *ends[4:6]) in README
+    assert verdict([ends[0], *ends[4:6]], ends[1:4])[0] in README
     assert "at {:.2f}, {:.2f}, {:.2f}; with N_π 16, at {:.2f}".format(*ends[1:4], ends[6]) in README
 
 
 def test_n_pi():
-    [header, default, mean, spans] = table("iterations | 17–32, starpilot")
-    env_id = None
-    for i in range(1, len(header)):
-        first, last, game = re.match(r"(\d+)–(\d+)(?:, (\w+))?", header[i]).groups()
-        env_id = game or env_id
-        [x], y = (seeds(name, env_id, int(first), int(last)) for name in ("PPG, single network", "the same, N_π 8"))
-        span = f"{min(y):.2f} to {max(y):.2f}" if len(y) > 1 else "one"
-        assert [default[i], mean[i], spans[i]] == [f"{x:.2f}", f"{np.mean(y):.2f}", span]
     scores = scores_by_n_pi().groupby(["setting", "iterations"]).score.agg(["min", "max", "count"])
     [header, *rows] = table("setting | 32")
     for name, *cells in rows:
