@@ -31,6 +31,9 @@ NAMES = {  # of the runs in a column of the tables
 }
 LEVELS = [pd.read_csv(RESULTS / x / "metrics.csv.gz", index_col="iteration") for x in ("small", "earlier")]
 GAMES = ["starpilot", "dodgeball", "ninja"]
+DEMO = pd.read_csv(RESULTS / "small" / "starpilot_level_0_others" / "metrics.csv.gz").groupby("run")[RETURN].last()
+DEMO["e_auxiliary_2__1"] = pd.read_csv(RESULTS / "small" / "starpilot_level_0" / "metrics.csv")[RETURN].iloc[-1]
+DEMO = DEMO.sort_index().groupby(lambda run: run.split("__")[0]).agg(list)  # of seeds 1 to 3
 ONE_LEVEL = {"single network": "ppg_detach", "CleanRL's": "cleanrl", "two networks": "ppg_procgen", "our PPO": "ppo"}
 
 
@@ -93,6 +96,7 @@ def test_what_is_known():
         parts = [verdict(*one_level(names, game, i, i + 7)) for game in GAMES for i in (1, 9, 17, 25)]
         exceptions += [f"{names} {x}" for x, word in parts if word != "undecided"]
     assert len(exceptions) == 5 and all(x in text[1] for x in exceptions)
+    known.update((*verdict(DEMO[x], DEMO.ppo), "3, 3") for x in ("e_auxiliary_2", "e_policy_3"))
     known.update((*verdict(*one_level(f"{x} - our PPO", "one_level_starpilot")), "5, 5") for x in ONE_LEVEL)
     for name, (_, *cells) in zip(ONE_LEVEL, table("| starpilot, level 0")[1:], strict=True):
         for env_id, cell in zip(GAMES, cells, strict=True):
@@ -103,7 +107,7 @@ def test_what_is_known():
     interval = r"([-+]\d\S+ \[\S+ \S+\])"
     claims = [re.findall(rf"{interval} \((\S+ \d+)(?: seeds)?\)(?: \||:) ({words})", x) for x in text]
     assert known.issuperset((x, word, numbers) for x, numbers, word in itertools.chain(*claims))
-    assert len(re.findall(words, README)) == len(claims[0]) == 4
+    assert len(re.findall(words, README)) == len(claims[0]) == 6
     assert len(re.findall(words, TEXT)) == len(claims[1]) + len(re.findall(rf"{interval},? {words}", TEXT)) + 1
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)  # three are within
@@ -117,13 +121,10 @@ def test_returns_of_each_seed():
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
     assert all(cell in README for i in (6, 7, 9, 11) for cell in rows[i][1:])
-    x = LEVELS[1][LEVELS[1].run == "authors_ppg_starpilot_1"][RETURN].loc[6:13].mean()
-    assert f"has {x:.2f} in 6–13" in TEXT
-    ends = pd.read_csv(RESULTS / "small" / "starpilot_level_0_others" / "metrics.csv.gz").groupby("run")[RETURN].last()
-    ends = [pd.read_csv(RESULTS / "small" / "starpilot_level_0" / "metrics.csv")[RETURN].iloc[-1], *ends]
-    assert "{:.2f}, {:.2f}, {:.2f} (seeds 1 to 3)".format(ends[0], *ends[4:6]) in README
-    assert verdict([ends[0], *ends[4:6]], ends[1:4])[0] in README
-    assert "at {:.2f}, {:.2f}, {:.2f}; with N_π 16, at {:.2f}".format(*ends[1:4], ends[6]) in README
+    x = LEVELS[1].groupby("run")[RETURN].apply(lambda x: x.loc[6:13].mean())["authors_ppg_starpilot_1"]
+    assert f"has {x:.2f} in 6–13" in TEXT and verdict(DEMO.e_policy_3, DEMO.e_auxiliary_2)[0] in TEXT
+    assert all(", ".join(f"{x:.2f}" for x in ends) in README for ends in DEMO)
+    assert f"brings {verdict(DEMO.e_auxiliary_2, DEMO.e_auxiliary_0)[0]}" in README
 
 
 def test_n_pi():
