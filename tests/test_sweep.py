@@ -107,8 +107,7 @@ def test_where_the_default_gpus_come_from_and_runs_without_one_share_the_cores(m
     for games in (["one", "two"], ["one", "two", "three"], ["four"]):  # what is left has as many threads as before
         assert run(*games, "--workers", "2")[0] == 0
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert run("five")[0] == 0
-    assert starts(2) == ["unset"] * 5
+    assert run("five")[0] == 0 and starts(2) == ["unset"] * 5
     assert starts(3) == [*[str(max(1, num_cores // 2))] * 3, str(num_cores), "7"]
     add_program("nvidia-smi", "echo 0; echo 1")
     assert run("fine.1", "fine.2")[0] == 0
