@@ -204,8 +204,7 @@ def test_ppo_initialization():
             gain = 0.01 if "policy" in name else 1.0
             torch.testing.assert_close(x @ x.T, torch.eye(len(x)) * gain**2, atol=1e-5, rtol=0)
         else:  # Xavier uniform
-            fans = (x.shape[0] + x.shape[1]) * x[0, 0].numel()
-            bound = math.sqrt(6 / fans)
+            bound = math.sqrt(6 / ((x.shape[0] + x.shape[1]) * x[0, 0].numel()))
             assert bound * 0.98 < x.abs().max() <= bound
 
 

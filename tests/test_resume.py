@@ -35,8 +35,7 @@ def check_same(run_dir, whole) -> None:
     """The same weights and numbers, in metrics.csv (same rows, none twice or missing) and in TensorBoard."""
     assert same(run_dir, whole) and scalars(run_dir) == scalars(whole)
     wall_times = [float(row["wall_time"]) for row in read_rows(run_dir)]
-    assert wall_times == sorted(wall_times)
-    assert not (run_dir / "tmp").exists()
+    assert wall_times == sorted(wall_times) and not (run_dir / "tmp").exists()
 
 
 def scalars(run_dir):
@@ -179,8 +178,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(tmp_path, trained, monkeypa
     with monkeypatch.context() as patch, pytest.raises(OSError):
         patch.setattr(torch, "save", save)
         train(ppg_procgen, make_args(ppg_procgen, run_dir))
-    assert saved_iteration(run_dir) == 2
-    assert same(resume(ppg_procgen, run_dir), trained())
+    assert saved_iteration(run_dir) == 2 and same(resume(ppg_procgen, run_dir), trained())
 
 
 @pytest.mark.parametrize("loss", ["policy_loss", "joint_loss"])

@@ -288,8 +288,7 @@ def test_any_number_that_a_user_logs_is_stored_as_a_float_and_survives_a_resume(
         original(self, row | numbers)
 
     monkeypatch.setattr(ppg_procgen.Run, "log", log)
-    run_dir = interrupt(ppg_procgen, make_args(ppg_procgen, tmp_path / "run"), 3 * 16)
-    rows = read_rows(resume(ppg_procgen, run_dir))
+    rows = read_rows(resume(ppg_procgen, interrupt(ppg_procgen, make_args(ppg_procgen, tmp_path / "run"), 3 * 16)))
     assert [[row.get(name) for name in numbers] for row in rows] == [["1.5", "2.5", "3.0", "inf", "4.0"]] * 4
 
 
