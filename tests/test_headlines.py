@@ -11,7 +11,7 @@ from conftest import ROOT
 from scipy import stats
 
 from benchmark import evaluate, report
-from benchmark.reference.figures import scores_by_n_pi
+from benchmark.reference.figures import AUTHORS, scores_by_n_pi
 
 RESULTS = ROOT / "benchmark" / "results"
 TEXT = (RESULTS / "README.md").read_text().replace("−", "-")
@@ -109,7 +109,7 @@ def test_what_is_known():
     interval = r"([-+]\d\S+ \[\S+ \S+\])"
     claims = [re.findall(rf"{interval} \((\S+ \d+)(?: seeds)?\)(?: \||:) ({words})", x) for x in text]
     assert known.issuperset((x, word, numbers) for x, numbers, word in itertools.chain(*claims))
-    assert len(re.findall(words, README)) == len(claims[0]) == 8
+    assert len(re.findall(words, README)) - 2 == len(claims[0]) == 9  # two are explained
     assert len(re.findall(words, TEXT)) == len(claims[1]) + len(re.findall(rf"{interval},? {words}", TEXT)) + 1
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)  # three are within
@@ -130,6 +130,17 @@ def test_returns_of_each_run():
     assert all(verdict(demo(i).e_auxiliary_2, demo(i).e_auxiliary_0)[0] in README for i in (1, 16))
     x, y = (sorted(seeds(name, "bigfish", 33, 48)) for name in ("PPG on the H200", "PPO on the H200"))
     assert f"PPG has {x[0]:.2f} to {x[-1]:.2f} there, PPO {y[0]:.2f} to {y[-1]:.2f};" in README
+
+
+def test_the_authors_begin_late_too():
+    curves = pd.read_csv(report.REFERENCE / "procgen_curves.csv.gz")
+    curves = curves[(curves.source == AUTHORS) & (curves.global_step > 2**20) & (curves.global_step <= 2**21)]
+    algorithms = ["ppg", "ppg_e_aux_6", "ppg_e_pi_1", "ppg_n_pi_32", "ppg_single"], ["ppo"]
+    for env_id, *cells in table("game | N_π 32")[1:]:
+        for names, cell in zip(algorithms, cells, strict=True):
+            rows = curves[(curves.env_id == env_id) & curves.algorithm.isin(names)]
+            x = rows.groupby(["algorithm", "run"]).episodic_return.mean()
+            assert len(x) == (9 if "ppg" in names else 3) and cell == f"{x.min():.2f}–{x.max():.2f}"
 
 
 def test_n_pi():
