@@ -84,11 +84,14 @@ def test_value_at_step():
     assert report.value_at_step(pd.concat([curves, rare]), 400, 100).episodic_return.tolist() == [4, 7]
 
 
-def test_published_rows_that_can_be_compared():
+def test_published_rows_that_can_be_compared_and_are_drawn_in_the_middle_of_their_steps():
     ends = {1: [100, 200, 300, 400, 500], 2: [150, 300, 450], 3: [410]}  # the third does not go on to 420
     published = pd.concat([curve(0.0, steps, seed) for seed, steps in ends.items()])
     assert report.step_to_compare_at(420, published) == (300, 150)
     assert report.step_to_compare_at(50, published) == (50, 0)
+    curves = curve([1.0, 2, 3], [100, 200, 300]).assign(own=False)
+    x = report.draw_curves(curves, "global_step", 300, "").axes[0].lines[0].get_xdata()
+    assert x[[0, -1]].tolist() == [51, 252]  # of bins with 3 steps
 
 
 def test_tables_are_those_of_scipy_and_rliable():
@@ -140,12 +143,6 @@ def test_what_is_drawn(x):
     [band] = ax.collections
     corners = {(x, round(y, 3)) for x, y in band.get_paths()[0].vertices}
     assert corners == {(k, round(220 / 3 + sign * 30.55050, 3)) for k in steps[:40] for sign in (-1, 1)}
-
-
-def test_a_published_row_is_drawn_in_the_middle_of_its_steps():
-    curves = curve([1.0, 2, 3], [100, 200, 300]).assign(own=False)
-    x = report.draw_curves(curves, "global_step", 300, "").axes[0].lines[0].get_xdata()
-    assert x[[0, -1]].tolist() == [51, 252]  # of bins with 3 steps
 
 
 def test_runs_are_found_once_and_read(tmp_path):
@@ -201,16 +198,18 @@ def test_early_ends_are_said(tmp_path):
     assert baseline.endswith("no baseline ppo") and "Normalized" not in page and "from 778,240 to 819,200" in page
 
 
-def test_flags_that_change_the_numbers_make_groups(tmp_path):
+def test_flags_that_change_the_numbers_make_groups_and_old_names_do_not(tmp_path):
     write_run(tmp_path / "a", "maze", learning_rate=5e-4, start_level=3, cuda=True)
     write_run(tmp_path / "b", "maze", learning_rate=1e-4, start_level=3, cuda=False)
     write_run(tmp_path / "c", "miner", start_level=4, num_rows=50)  # of a script without learning_rate
     write_run(tmp_path / "a", "maze", "x", anneal_lr=True, aux_dtype="float32")
     write_run(tmp_path / "b", "maze", "x", anneal_lr=True, aux_dtype="bfloat16", num_rows=50)
+    write_run(tmp_path / "a", "maze", "y", 1, n_iteration=32, vf_coef=0.5, clip_vloss=False, tf32=True)  # before 0.11
+    write_run(tmp_path / "a", "maze", "y", 2, n_iteration=32, vf_coef=1.0)
     runs, _, notes = report.load_runs((tmp_path,))
     groups = ["ppg_procgen", "ppg_procgen --learning-rate 0.0001", "ppg_procgen --learning-rate 0.0005"]
     groups += ["x --total-timesteps 1638400 --aux-dtype float32", "x --total-timesteps 819200 --aux-dtype bfloat16"]
-    assert sorted(runs.group) == groups and notes == []
+    assert sorted(runs.group) == [*groups, "y", "y"] and notes == []
 
 
 def test_runs_of_one_group_that_differ_are_never_pooled_without_a_word(tmp_path):
@@ -230,12 +229,6 @@ def test_runs_of_one_group_that_differ_are_never_pooled_without_a_word(tmp_path)
     assert groups(("a", "", {"device": "NVIDIA H100"}), ("a", "", {"device": "NVIDIA H200"})) == {"x, mixed devices"}
     assert groups(("a", "", torch), ("a", "", {"packages": {"torch": "2.12"}})) == {"x, mixed packages"}
     assert groups(("a/1", "", new), ("a/2", "", new), ("a/3", "", new)) == {"x, mixed folders, repeated seeds"}
-
-
-def test_old_and_new_names_of_one_setting_are_one_group(tmp_path):
-    write_run(tmp_path, "maze", "x", 1, n_iteration=32, vf_coef=0.5, clip_vloss=False, tf32=True)  # before 0.11
-    write_run(tmp_path, "maze", "x", 2, n_iteration=32, vf_coef=1.0)
-    assert set(report.load_runs((tmp_path,))[0].group) == {"x"}
 
 
 def test_a_page_on_many_levels(tmp_path):
