@@ -22,14 +22,16 @@ WINDOWS = report.load_references(("ppo",)).query("distribution_mode == 'easy' an
 RETURN = "charts/mean_return_100"
 NAMES = {  # of the runs in a column of the tables
     "PPG, two networks": "ppg_{}_1",
-    "PPG, single network": "ppg_detach_{}_1",
+    "PPG, single network": "ppg_detach_(cpu_)?{}_.",
+    "the authors', N_π 32": r"authors_ppg_{}_\w+",
     "the same, N_π 8": "ppg_(detach_n8_cpu|detach_n8_h200|n8)_{}_.",
     "PPG on the H200": "ppg_detach_n8_h200_{}_.",
     "PPO on the H200": "ppo_h200_{}_.",
     "our PPO": r"ppo_(cpu_|h200_)?{}_\d+",
     "seeds 13–16": r"ppo_{}_1[3-6]",
 }
-LEVELS = [pd.read_csv(RESULTS / x / "metrics.csv.gz", index_col="iteration") for x in ("small", "earlier")]
+LEVELS = [pd.read_csv(RESULTS / x / "metrics.csv.gz", index_col="iteration") for x in ("small", "earlier", "late")]
+RUNS |= dict(iter(LEVELS[2].groupby("run")))
 GAMES = ["starpilot", "dodgeball", "ninja"]
 ONE_LEVEL = {"single network": "ppg_detach", "CleanRL's": "cleanrl", "two networks": "ppg_procgen", "our PPO": "ppo"}
 
@@ -122,30 +124,25 @@ def test_returns_of_each_run():
         for name, cell in zip(header[1:], cells, strict=True):
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
-    assert all(cell in README for i in (5, 6) for cell in rows[i][1:])
-    assert verdict(demo().e_policy_3, demo().e_auxiliary_2)[0] in TEXT
+    assert all(cell in README for i in (6, 7) for cell in rows[i][1:])
     assert all(", ".join(f"{x:.2f}" for x in ends) in README for ends in demo())
     assert all(verdict(demo(i).e_auxiliary_2, demo(i).e_auxiliary_0)[0] in README for i in (1, 16))
     x, y = (sorted(seeds(name, "bigfish", 33, 48)) for name in ("PPG on the H200", "PPO on the H200"))
+    assert f"In 33–48, p = {stats.ttest_ind(x, y, equal_var=False).pvalue:.0e} (Welch)" in TEXT
     assert f"PPG has {x[0]:.2f} to {x[-1]:.2f} there, PPO {y[0]:.2f} to {y[-1]:.2f};" in README
 
 
-def test_the_authors_begin_as_late():
-    curves = pd.read_csv(report.REFERENCE / "procgen_curves.csv.gz")
-    curves = curves[(curves.source == AUTHORS) & (curves.global_step > 2**20) & (curves.global_step <= 2**21)]
-    late = pd.read_csv(RESULTS / "late" / "metrics.csv.gz").query("iteration >= 17").groupby("run")[RETURN].mean()
-    ppg = ["ppg", "ppg_e_aux_6", "ppg_e_pi_1", "ppg_n_pi_32", "ppg_single"]
-    for env_id, *cells in table("game | hard, 17–32")[1:]:
-        hard = curves[curves.env_id == env_id].groupby(["algorithm", "run"]).episodic_return.mean()
-        theirs, ours = (late.filter(regex=f"^{name}_{env_id}").tolist() for name in ("authors_ppg", "ppg_detach"))
-        ours += seeds("PPG, single network", env_id, 17, 31)
-        groups = [sorted(x) for x in (hard[ppg], hard["ppo"], theirs, ours, seeds("our PPO", env_id, 17, 31))]
-        for x, cell in zip(groups, cells, strict=True):
-            assert cell in (
-                f"{min(x, default=0):.2f}–{max(x, default=0):.2f}",
-                ", ".join(f"{value:.2f}" for value in x) or "–",
-            )
-        assert groups[0][-1] < groups[1][0] and max(theirs + ours) < groups[4][0] and len(groups[0]) == 9
+def test_the_authors_games():
+    curves = pd.read_csv(report.REFERENCE / "procgen_curves.csv.gz").query(f"source == '{AUTHORS}'")
+    for where, *cells in table("game, iteration |")[1:]:
+        env_id, last = re.match(r"(\w+), \d+–(\d+)", where).groups()
+        rows = curves[(curves.env_id == env_id) & (np.ceil(curves.global_step / 2**20) == int(last) / 16)]
+        runs = rows.groupby(["algorithm", "run"]).episodic_return.mean()
+        groups = ["ppo"], ["ppg", "ppg_e_aux_6", "ppg_e_pi_1", "ppg_n_pi_32"], ["ppg_single"], ["ppg_n_pi_8"]
+        ppo, two, single, n_pi_8 = (runs[names] for names in groups)
+        assert cells == ["–".join(f"{x:.2f}" for x in sorted({x.min(), x.max()})) for x in (ppo, two, single, n_pi_8)]
+        assert (len(ppo), len(two), len(single)) == (3, 6, 3)
+        assert int(last) > 32 or max([*two, *single]) < min(ppo)
 
 
 def test_n_pi():
