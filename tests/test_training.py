@@ -159,8 +159,6 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --gae-lambda 2": "gae_lambda must be from 0 to 1",
     "ppg --reward-gamma 1.5": "reward_gamma must be from 0 to 1",
     "ppg --max-grad-norm -1": "max_grad_norm must be from 0 to inf",
-    "ppg --clip-coef -0.1": "clip_coef must be from 0 to inf",
-    "ppg --beta-clone -1": "beta_clone must be from 0 to inf",
     "ppo --learning-rate -1e-4": "learning_rate must be from 0 to inf",
     "ppg --ent-coef nan": "ent_coef must be from 0 to inf",
     "ppg --vf-coef inf": "vf_coef must be from 0 to inf",
