@@ -87,8 +87,7 @@ def test_value_at_step():
 def test_published_rows_that_can_be_compared_and_are_drawn_in_the_middle_of_their_steps():
     ends = {1: [100, 200, 300, 400, 500], 2: [150, 300, 450], 3: [410]}  # the third does not go on to 420
     published = pd.concat([curve(0.0, steps, seed) for seed, steps in ends.items()])
-    assert report.step_to_compare_at(420, published) == (300, 150)
-    assert report.step_to_compare_at(50, published) == (50, 0)
+    assert [report.step_to_compare_at(step, published) for step in (420, 50)] == [(300, 150), (50, 0)]
     curves = curve([1.0, 2, 3], [100, 200, 300]).assign(own=False)
     x = report.draw_curves(curves, "global_step", 300, "").axes[0].lines[0].get_xdata()
     assert x[[0, -1]].tolist() == [51, 252]  # of bins with 3 steps
