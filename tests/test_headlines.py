@@ -28,6 +28,8 @@ NAMES = {  # of the runs in a column of the tables
     "the same, N_π 8": "ppg_(detach_n8_cpu|detach_n8_h200|n8)_{}_.",
     "PPG on the H200": "ppg_detach_n8_h200_{}_.",
     "PPO on the H200": "ppo_h200_{}_.",
+    "PPG on the H200, seeds 4–6": "ppg_detach_n8_h200_{}_[4-6]",
+    "PPO on the H200, seeds 4–6": "ppo_h200_{}_[4-6]",
     "our PPO": r"ppo_(cpu_|h200_)?{}_\d+",
 }
 LEVELS = [pd.read_csv(RESULTS / x / "metrics.csv.gz", index_col="iteration") for x in ("small", "earlier", "late")]
@@ -54,13 +56,19 @@ def seeds(name: str, env_id: str, first: int, last: int) -> list[float]:
     return [rows.loc[first:last, RETURN].mean() for rows in runs]
 
 
-def verdict(x: list[float], y: list[float]) -> tuple[str, str]:
-    """The difference of two means with Welch's interval, and what may be said."""
+def verdict(x: list[float], y: list[float]) -> tuple[str, str, str]:
+    """The difference of two means with Welch's interval, the numbers of runs, and what may be said."""
     if min(len(x), len(y)) < 2:
-        return "–", ""
-    low, high = stats.ttest_ind(x, y, equal_var=False).confidence_interval()
-    word = "ahead" if low > 0 else "behind" if high < 0 else "undecided"
-    return f"{np.mean(x) - np.mean(y):+.2f} [{low:+.2f}, {high:+.2f}]", word
+        return "–", "", ""
+    test = stats.ttest_ind(x, y, equal_var=False)
+    low, high = test.confidence_interval()
+    word = "undecided" if low < 0 < high else f"{'ahead' if low > 0 else 'behind'}, p = {test.pvalue:.1g}"
+    return f"{np.mean(x) - np.mean(y):+.2f} [{low:+.2f}, {high:+.2f}]", f"{len(x)}, {len(y)}", word
+
+
+def written(difference: str, _: str, word: str) -> str:
+    """The same in a table of results/README.md: p, if 0 is outside."""
+    return f"{difference}{word[word.find(', p') :] if ', p' in word else ''}"
 
 
 def one_level(names: str, env_id: str, first: int = 31, last: int = 32) -> list[list[float]]:
@@ -78,42 +86,39 @@ def demo(rows: int = 1) -> pd.Series:
 
 
 def test_what_is_known():
-    text = [" ".join(x.split()) for x in (README, TEXT)]
-    known, windows = set(), []  # differences with their verdicts and numbers of seeds; verdicts on one level
+    text, known, words = " ".join(TEXT.split()), set(), []
     for span, numbers, *cells in table("iterations | seeds of each")[1:]:
         names = ["PPG on the H200", "PPO on the H200", "published PPO"]
         values = [seeds(name, "bigfish", *map(int, span.split("–"))) for name in names]
+        differences = [verdict(x, y) for x, y in itertools.combinations(values, 2)]
         assert numbers == ", ".join(str(len(x)) for x in values)
-        for (x, y), cell in zip(itertools.combinations(values, 2), cells, strict=True):
-            assert cell == " ".join(verdict(x, y)).removesuffix(" undecided").strip(), span
-            known.add((*verdict(x, y), f"{len(x)}, {len(y)}"))
+        assert cells == [written(*x) for x in differences], span
+        known.update(differences)
     for header, *rows in (table("difference, iterations | bigfish"), table("difference, iterations | starpilot")):
-        for (where, *cells), i in itertools.product(rows, range(1, len(header))):
-            names, first, last = re.match(r"(.+), (\d+)–(\d+)", where).groups()
-            x, y = (seeds(name, header[i], int(first), int(last)) for name in names.split(" - "))
-            known.add((*verdict(x, y), f"{len(x)}, {len(y)}"))
-            written = f"{' '.join(verdict(x, y)).removesuffix(' undecided')} ({len(x)}, {len(y)})"
-            assert cells[i - 1] == (written if min(len(x), len(y)) > 1 else "–"), (where, header[i])
+        for where, *cells in rows:
+            *names, first, last = re.match(r"(.+) - (.+), (\d+)–(\d+)", where).groups()
+            groups = [[seeds(name, game, int(first), int(last)) for name in names] for game in header[1:]]
+            assert cells == [f"{written(*verdict(x, y))} ({len(x)}, {len(y)})" for x, y in groups], where
+            known.update(verdict(x, y) for x, y in groups)
     for names, *cells in table("five seeds each")[1:]:
-        ends = [verdict(*one_level(names, game)) for game in GAMES]
-        assert cells == [" ".join(x).removesuffix(" undecided") for x in ends], names
-        known.update((*x, "5, 5") for x in ends)
-        windows += [verdict(*one_level(names, game, i, i + 7))[1] for game in GAMES for i in (1, 9, 17, 25)]
-    assert f"{windows.count('behind')} of {len(windows)} intervals do not contain 0 (3 by chance), all below" in text[1]
-    assert "ahead" not in windows
-    known.update((*verdict(demo()[x], demo().ppo), "3, 3") for x in ("e_auxiliary_2", "e_policy_3"))
-    known.update((*verdict(*one_level(f"{x} - our PPO", "one_level_starpilot")), "5, 5") for x in ONE_LEVEL)
+        differences = [verdict(*one_level(names, game)) for game in GAMES]
+        assert cells == [written(*x) for x in differences], names
+        known.update(differences)
+        words += [verdict(*one_level(names, game, i, i + 7))[2][:6] for game in GAMES for i in (1, 9, 17, 25)]
+    assert f"{words.count('behind')} of {len(words)} intervals do not contain 0 (3 by chance), all below" in text
+    assert set(words) == {"behind", "undeci"}
+    replication = verdict(*(seeds(f"{x} on the H200, seeds 4–6", "bigfish", 33, 48) for x in ("PPG", "PPO")))
+    older = verdict(*one_level("single network - our PPO", "one_level_starpilot"))
+    assert written(*replication) in text and written(*older) in text
+    known.update({replication, older}, (verdict(demo()[x], demo().ppo) for x in ("e_auxiliary_2", "e_policy_3")))
     for name, (_, *cells) in zip(ONE_LEVEL, table("| starpilot, level 0")[1:], strict=True):
         for env_id, cell in zip(GAMES, cells, strict=True):
             [x] = one_level(name, env_id)
             low, high = stats.ttest_1samp(x, 0).confidence_interval()
             assert len(x) == 5 and cell == f"{np.mean(x):.2f} [{low:.2f}, {high:.2f}]"
-    words = r"\b(?:ahead|behind|undecided|alike)\b"  # nowhere without their intervals, but where one is explained
-    interval = r"([-+]\d\S+ \[\S+ \S+\])"
-    claims = [re.findall(rf"{interval} \((\S+ \d+)\) \| ({words})", x) for x in text]
-    assert known.issuperset((x, word, numbers) for x, numbers, word in itertools.chain(*claims))
-    assert len(re.findall(words, README)) - 1 == len(claims[0]) == 11  # one is explained
-    assert len(re.findall(words, TEXT)) == len(claims[1]) + len(re.findall(rf"{interval} {words}", TEXT)) + 1
+    claims = re.findall(r"([-+]\d\S+ \[\S+ \S+\]) \((\S+ \d+)\) \| ((?:ahead|behind|undecided)[^|]*) \|", README)
+    assert len(claims) == 13 and known.issuperset(claims)
+    assert len(re.findall("ahead|behind|undecided|alike", README + TEXT)) == 13 + 1  # one is explained
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)  # three are within
 
@@ -129,9 +134,7 @@ def test_returns_of_each_run():
     assert all(", ".join(f"{x:.2f}" for x in ends) in README for ends in demo())
     assert all(verdict(demo(i).e_auxiliary_2, demo(i).e_auxiliary_0)[0] in README for i in (1, 16))
     x, y = (sorted(seeds(name, "bigfish", 33, 48)) for name in ("PPG on the H200", "PPO on the H200"))
-    p = stats.ttest_ind(x, y, equal_var=False).pvalue
-    assert f"p = {p:.0e} (Welch; times the 27 intervals below, {27 * p:.4f})" in TEXT.replace("\n", " ")
-    assert f"{x[0]:.2f} to {x[-1]:.2f} beside {y[0]:.2f} to {y[-1]:.2f} at 0.5–0.8M steps" in README
+    assert f"{x[0]:.2f} to {x[-1]:.2f} beside {y[0]:.2f} to {y[-1]:.2f}" in README
 
 
 def test_the_authors_games():
