@@ -3,7 +3,6 @@
     python ppg_procgen.py --env-id starpilot
 
 In 20 minutes on a CPU, a single network learns one level: mean return 7.5, 7.8, 6.2 (seeds 1 to 3).
-Without the auxiliary phase (--e-auxiliary 0): 4.6, 5.2, 4.6.
     python ppg_procgen.py --num-levels 1 --arch detach --num-envs 16 --num-steps 64 --gamma 0.99 \
         --num-minibatches 4 --n-iteration 4 --e-auxiliary 2 --total-timesteps 65536
 
@@ -736,7 +735,7 @@ class Run:
         mine = Path(__file__).read_bytes()
         is_new = not record.exists()  # first: rank 0 writes it last
         is_same = script.read_bytes() == mine if script.exists() else is_new
-        require(is_same, f"this script differs from {script}: run that, or replace it")
+        require(is_same, f"{self.folder} has another script: run that, or replace it")
         if record.exists():
             now = json.loads(about)["args"]
             for name, x in json.loads(record.read_text())["args"].items():
@@ -821,6 +820,7 @@ def require(condition, message):
 def check(args):
     require(args.env_id in GAMES, f"env_id must be one of {GAMES}")
     counts = "num_envs num_steps num_minibatches e_policy e_value n_iteration num_aux_rollouts"
+    counts += " chunk_size"
     for name, x in asdict(args).items():
         if isinstance(x, int | float):
             low = 1 if name in counts.split() else 0

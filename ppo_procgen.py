@@ -602,7 +602,7 @@ class Run:
         mine = Path(__file__).read_bytes()
         is_new = not record.exists()  # first: rank 0 writes it last
         is_same = script.read_bytes() == mine if script.exists() else is_new
-        require(is_same, f"this script differs from {script}: run that, or replace it")
+        require(is_same, f"{self.folder} has another script: run that, or replace it")
         if record.exists():
             now = json.loads(about)["args"]
             for name, x in json.loads(record.read_text())["args"].items():

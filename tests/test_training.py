@@ -154,6 +154,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --num-minibatches 7": "num_minibatches must divide 16384 samples",
     "ppg --num-aux-rollouts -4": "num_aux_rollouts must be from 1 to inf",
     "ppg --e-policy 0 --e-value 0": "e_policy must be from 1",
+    "ppg --chunk-size 0": "chunk_size must be from 1",
     "ppo --update-epochs 0": "update_epochs must be from 1",
     "ppg --gamma 1.5": "gamma must be from 0 to 1",
     "ppg --gae-lambda 2": "gae_lambda must be from 0 to 1",
@@ -170,8 +171,8 @@ BAD = {  # {} is the folder of a run of PPG
     "ppo --compile --no-cuda": "no GPU: see README, or --no-cuda --no-compile --no-cuda-graphs",
     "ppg --run-dir {}": "when the run began: it cannot change",
     "ppg --resume nothing": "'nothing' is not a run folder",
-    "ppo --resume {}": "this script differs from ",
-    "ppg --run-dir {}/mine": "this script differs from ",
+    "ppo --resume {}": " has another script: run that, ",
+    "ppg --run-dir {}/mine": " has another script: run that, ",
     "ppg --resume {} --total-timesteps 512": "total_timesteps was 256 when the run began: it cannot change",
 }
 
