@@ -24,7 +24,7 @@ NAMES = {  # of the runs in a column of the tables
     "PPG, two networks": "ppg_{}_1",
     "PPG, single network": "ppg_detach_(cpu_)?{}_.",
     "authors' PPG": r"authors_ppg_{}_\w+",
-    "our PPG": "ppg_detach_(cpu_)?{}_.",
+    "our PPG": "ppg_detach_cpu_{}_.",
     "the same, N_π 8": "ppg_(detach_n8_cpu|detach_n8_h200|n8)_{}_.",
     "PPG on the H200": "ppg_detach_n8_h200_{}_.",
     "PPO on the H200": "ppo_h200_{}_.",
