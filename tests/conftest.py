@@ -123,8 +123,7 @@ def same(run_dir: Path, other: Path) -> bool:
 
 
 class Process:
-    """SCRIPT.py FLAGS with what options replace in it (worker.py), forked from a process that has imported what scripts
-    need, which takes seconds."""
+    """SCRIPT.py FLAGS with what options replace in it (worker.py), forked from one that has imported the packages."""
 
     def __init__(self, folder: Path, script, options: dict, *flags, **environment: str) -> None:
         self.files = [folder / "out", folder / "err"]
@@ -162,8 +161,7 @@ def start(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def start_ranks(start):
-    """start_ranks(script, options, *flags) starts ranks, two unless told: what torchrun starts, without torchrun.
-    own: further flags of each rank."""
+    """start_ranks(script, options, *flags) starts ranks, two unless told, as torchrun does. own: more flags of each."""
 
     def start_ranks(*task, num_ranks: int = 2, own: list | None = None) -> list[Process]:
         with socket.create_server(("127.0.0.1", 0)) as server:

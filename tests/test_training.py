@@ -45,8 +45,7 @@ def test_bfloat16_is_for_the_auxiliary_phase_only(trained):
 
 
 def test_the_first_update_of_an_iteration_sees_what_acted(run, script, monkeypatch):
-    """The values and probabilities of a sample are those of its observation and action, its advantage is normalized
-    target - value. The KL that is logged says so too."""
+    """Values, probabilities, KL are of a sample's own observation and action; advantage: normalized target - value."""
 
     def gradient_step(agent, args, optimizer, losses, *rest, original=script.gradient_step, **minibatch):
         if "advantages" in minibatch:

@@ -1,19 +1,21 @@
-"""Two pictures of the published curves alone:
+"""Three pictures:
 
     python -m benchmark.reference.figures
 
 benchmark/reference/figure2.png is Figure 2 of the PPG paper: 16 hard games, 100M steps. benchmark/results/page/n_pi.png
-has the mean score over these games for each N_pi.
+has the mean score over these games for each N_pi, bigfish_seeds.png our runs on bigfish beside published ones.
 """
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from matplotlib.ticker import EngFormatter
 
-from benchmark.report import COLORS, OTHER_COLORS, REFERENCE, WIDTH, draw_curves, load_references, normalized
+from benchmark.report import COLORS, OTHER_COLORS, REFERENCE, WIDTH, draw_curves, load_references, load_runs, normalized
 
 AUTHORS = "openai/phasic-policy-gradient"
+RESULTS = REFERENCE.parent / "results"
 
 
 def scores_by_n_pi() -> pd.DataFrame:
@@ -38,9 +40,38 @@ def draw_n_pi(rows: pd.DataFrame) -> plt.Figure:
     return fig
 
 
+def bigfish_blocks() -> pd.DataFrame:
+    """Mean return of each run of one H200, and of published PPO, in blocks of 16 iterations that it has whole."""
+    runs = load_runs(tuple(RESULTS.glob("*_h200_bigfish_*")))[1]
+    runs["group"] = np.where(runs.group.str.startswith("ppo"), "our PPO", "our PPG (single network, N_π 8)")
+    ppo = load_references(("ppo",)).query("env_id == 'bigfish' and distribution_mode == 'easy' and num_levels == 0")
+    rows = pd.concat([runs, ppo.assign(group="published PPO")])  # a published row is the mean of its block
+    rows["steps"] = 2**18 * np.ceil(rows.global_step / 2**18)
+    rows = rows[rows.steps <= rows.groupby(["group", "run"]).global_step.transform("max").clip(upper=3.2e6)]
+    return rows.groupby(["group", "steps", "run"], as_index=False).episodic_return.mean()
+
+
+def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
+    """Each run, and a group's mean while all of its runs go on: the beginning, and all of it."""
+    rows = rows.assign(steps=rows.steps - 2**17)  # the middle of a block
+    counts = rows.groupby(["group", "steps"]).run.transform("count")
+    means = rows[counts == rows.groupby("group").run.transform("nunique")]
+    look = {"x": "steps", "y": "episodic_return", "hue": "group", "style": "group"}
+    look["palette"] = [COLORS["ppg_detach"], COLORS["ppo"], COLORS["PPO ("]]
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
+    for ax, end, limits in zip(axes, (0.9e6, 3.1e6), ((0.6, 1.6), (0, 10)), strict=True):
+        sns.lineplot(rows, units="run", estimator=None, lw=0.5, alpha=0.7, legend=False, ax=ax, **look)
+        sns.lineplot(means, errorbar=None, lw=2, marker="o", markersize=4, legend=ax is axes[0], ax=ax, **look)
+        ax.set(xlabel="steps", ylabel="return, mean of 16 iterations", xlim=(0, end), ylim=limits)
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
+    axes[0].get_legend().remove()
+    return fig
+
+
 if __name__ == "__main__":
     curves = load_references(("ppg", "ppo"))
     figure2 = draw_curves(curves[curves.source == AUTHORS], "global_step", 100e6, "Environment steps")
     figure2.savefig(REFERENCE / "figure2.png", dpi=200, bbox_inches="tight")
-    page = REFERENCE.parent / "results" / "page"
-    draw_n_pi(scores_by_n_pi()).savefig(page / "n_pi.png", dpi=200, bbox_inches="tight")
+    draw_n_pi(scores_by_n_pi()).savefig(RESULTS / "page" / "n_pi.png", dpi=200, bbox_inches="tight")
+    draw_bigfish(bigfish_blocks()).savefig(RESULTS / "page" / "bigfish_seeds.png", dpi=200)
