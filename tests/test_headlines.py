@@ -161,6 +161,7 @@ def test_n_pi():
         spans = scores.loc[setting].loc[[int(cell.replace(",", "")) for cell in header[1:]]]
         assert cells == ["–".join(f"{x:.3f}" for x in sorted({x.min, x.max})) for x in spans.itertuples()]
         assert set(spans["count"]) == {6 if "six runs" in name else 3 if "three runs" in name else 1}
+    assert all(rows[k][i].replace("–", " to ") in README for k in (0, 2) for i in (1, 3, 6))
     default = scores.loc["ppg_n_pi_32"]
     for setting, first in (("ppg_n_pi_4", 320), ("ppg_e_pi_3", 48)):
         assert (scores.loc[setting, "max"] < default["min"]).loc[first:].all()

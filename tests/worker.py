@@ -113,8 +113,7 @@ def install_recording(script, setattr) -> list[tuple[torch.Tensor, torch.Tensor,
 
 
 def install_kill(script, setattr, target: str, k: int, number: int = signal.SIGKILL) -> None:
-    """Signal this process at the k-th call of a function that the script sees under the name target, or at the k-th
-    step of the environments."""
+    """Signal this process at the k-th call of a function that the script calls target, or the k-th "step" of games."""
 
     def counting(original, *args, **kwargs):
         if next(calls) == k:
