@@ -97,8 +97,9 @@ def test_what_is_known():
         differences = [verdict(*one_level(names, game)) for game in GAMES]
         assert cells == [written(*x) for x in differences], names
         known.update(differences)
-    for other in (("one_level_starpilot", RETURN), ("starpilot", "charts/episodic_return")):
-        assert written(*verdict(*one_level("single network - our PPO", *other))) in " ".join(TEXT.split())
+    for name in ("single network", "two networks", "CleanRL's"):
+        values = one_level(f"{name} - our PPO", "starpilot", "charts/episodic_return")
+        assert written(*verdict(*values)) in " ".join(TEXT.split())
     for name, (_, *cells) in zip(ONE_LEVEL, table("| starpilot, level 0")[1:], strict=True):
         for env_id, cell in zip(GAMES, cells, strict=True):
             [x] = one_level(name, env_id)

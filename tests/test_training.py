@@ -158,7 +158,6 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --gamma 1.5": "gamma must be from 0 to 1",
     "ppg --gae-lambda 2": "gae_lambda must be from 0 to 1",
     "ppg --reward-gamma 1.5": "reward_gamma must be from 0 to 1",
-    "ppg --max-grad-norm -1": "max_grad_norm must be from 0 to inf",
     "ppo --learning-rate -1e-4": "learning_rate must be from 0 to inf",
     "ppg --vf-coef inf": "vf_coef must be from 0 to inf",
     "ppg --num-aux-rollouts 3": "num_aux_rollouts must divide 2048",
