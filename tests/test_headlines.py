@@ -143,10 +143,8 @@ def test_every_late_beginning():
     ppg, ppo = rows[["ppg", "ppg_e_aux_6", "ppg_e_pi_1", "ppg_n_pi_32", "ppg_single"]], rows["ppo"]
     below = ppg.max(axis=1) < ppo.min(axis=1)
     assert (ppg.shape[1], ppo.shape[1]) == (9, 3) and below.groupby("block").sum().loc[2:5].tolist() == [7, 6, 4, 0]
-    for k, name in enumerate(["ppo", "ppg_single", "ppg_n_pi_8"]):
-        block = rows.loc[3].loc[["bigfish", "starpilot", "fruitbot"], name].to_numpy()
-        cells = ["–".join(f"{x:.2f}" for x in sorted({min(x), max(x)})) for x in block]
-        assert cells == table("theirs, iterations 33–48")[k + 1][1:]
+    n_pi_8 = rows.loc[3]["ppg_n_pi_8"].squeeze()
+    assert [sum(n_pi_8 > ppo.loc[3].max(axis=1)), sum(n_pi_8 < ppo.loc[3].min(axis=1))] == [8, 3]
     for game, number in {"bigfish": 9, "starpilot": 8, "fruitbot": 2}.items():
         theirs, ours, ppo = (seeds(name, game, 17, 31) for name in ("authors' PPG", "our PPG", "our PPO"))
         assert below[2, game] and max(theirs + ours) < min(ppo) and (len(theirs), len(ours), len(ppo)) == (3, 3, number)

@@ -155,6 +155,7 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --e-policy 0 --e-value 0": "e_policy must be from 1",
     "ppg --chunk-size 0": "chunk_size must be from 1",
     "ppo --update-epochs 0": "update_epochs must be from 1",
+    "ppg --max-grad-norm -1": "max_grad_norm must be from 0 to inf",
     "ppg --gamma 1.5": "gamma must be from 0 to 1",
     "ppg --gae-lambda 2": "gae_lambda must be from 0 to 1",
     "ppg --reward-gamma 1.5": "reward_gamma must be from 0 to 1",
