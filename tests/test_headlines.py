@@ -15,6 +15,7 @@ from benchmark.reference.figures import AUTHORS, bigfish_blocks, scores_by_n_pi
 
 RESULTS = ROOT / "benchmark" / "results"
 TEXT = (RESULTS / "README.md").read_text().replace("−", "-")
+PAGE = (RESULTS / "page" / "runs.md").read_text().replace("−", "-")
 README = (ROOT / "README.md").read_text().replace("−", "-")
 RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in RESULTS.glob("p*/metrics.csv")}
 PUBLISHED = pd.read_csv(report.REFERENCE / "ppo_easy_updates.csv.gz")  # PPO, to update 160
@@ -113,7 +114,7 @@ def test_what_is_known():
 
 
 def test_returns_of_each_run():
-    [header, *rows] = table("game, iterations", (RESULTS / "page" / "runs.md").read_text().replace("−", "-"))
+    [header, *rows] = table("game, iterations", PAGE)
     for where, *cells in rows:
         env_id, first, last = re.match(r"(\w+), (\d+)–(\d+)", where).groups()
         for name, cell in zip(header[1:], cells, strict=True):
@@ -129,7 +130,7 @@ def test_readmes_run():
     values = [data[data.iteration > 64 - rows].groupby("run")[RETURN].mean() for rows in (1, 16)]
     ends, means = (x.groupby(lambda run: run.split("__")[0]).agg(list) for x in values)
     values = {name: ", ".join(f"{x:.2f}" for x in ends[name]) for name in ends.index}
-    [_, first, *rows] = table("README's run")
+    [_, first, *rows] = table("README's run", PAGE)
     for (what, *cells), name in zip(rows, ["e_auxiliary_0", *ends.index[2:]], strict=True):
         assert name in re.sub("[- ]", "_", what.lower()) and cells[0] == values[name]
         assert cells[1:] == [written(*verdict(x[name], x.e_auxiliary_2)) for x in (ends, means)]

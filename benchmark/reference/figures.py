@@ -29,12 +29,13 @@ def scores_by_n_pi() -> pd.DataFrame:
 
 def draw_n_pi(rows: pd.DataFrame) -> plt.Figure:
     """Scores for each N_pi, and their difference from the default's mean. Bands: from the lowest to the highest run."""
-    default = rows[rows.setting == "ppg_n_pi_32"].groupby("iterations").score.mean()
-    settings = [*(f"ppg_n_pi_{n}" for n in (32, 16, 8, 4, 2)), "ppo"]
+    rows = rows.assign(setting=rows.setting.str.replace("ppg_n_pi_", "N_π ").replace("ppo", "PPO"))
+    default = rows[rows.setting == "N_π 32"].groupby("iterations").score.mean()
+    settings = [*(f"N_π {n}" for n in (32, 16, 8, 4, 2)), "PPO"]
     colors = [COLORS["PPG ("], *OTHER_COLORS[:4], COLORS["PPO ("]]
     look = {"hue_order": settings, "palette": colors, "errorbar": ("pi", 100)}
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
-    for ax, y, base in zip(axes, ["score", "difference from N_pi 32"], [0, rows.iterations.map(default)], strict=True):
+    for ax, y, base in zip(axes, ["score", "difference from N_π 32"], [0, rows.iterations.map(default)], strict=True):
         sns.lineplot(x=rows.iterations, y=rows.score - base, hue=rows.setting, ax=ax, legend=ax is axes[0], **look)
         ax.set(ylabel=y, xscale="log", xlim=(16, 1520), xticks=2 ** np.arange(4, 11), xticklabels=2 ** np.arange(4, 11))
     return fig
