@@ -115,8 +115,6 @@ def test_returns_of_each_run():
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
     assert all(cell in README for cell in rows[4][1:])
-    for k, ppg, ppo in ((2, 3, 5), (5, 3, 6), (7, 2, 5), (9, 2, 5), (10, 3, 6)):
-        assert re.search(rf"{rows[k][ppg]}( on \w+)? \((our|published) PPO {rows[k][ppo]}\)", " ".join(TEXT.split()))
     x, y = (sorted(seeds(name, "bigfish", 33, 48)) for name in ("PPG on the H200", "PPO on the H200"))
     assert f"{x[0]:.2f} to {x[-1]:.2f}, and PPO's six {y[0]:.2f} to {y[-1]:.2f}" in README
 
@@ -142,11 +140,13 @@ def test_every_late_beginning():
     assert (ppg.shape[1], ppo.shape[1]) == (9, 3) and below.groupby("block").sum().loc[2:5].tolist() == [7, 6, 4, 0]
     n_pi_8 = rows.loc[3]["ppg_n_pi_8"].squeeze()
     assert [sum(n_pi_8 > ppo.loc[3].max(axis=1)), sum(n_pi_8 < ppo.loc[3].min(axis=1))] == [8, 3]
-    for block, game in ((3, "bigfish"), (4, "starpilot"), (4, "fruitbot")):
-        names = ("ppg_n_pi_8" if block == 3 else "ppg_single", "ppo")
-        ends = [[f"{x:.2f}" for x in np.sort(rows.loc[block, game][name])[::2]] for name in names]
-        x, y = map(" to ".join, ends)
-        assert re.search(rf"{x}( on {game})? \(PPO {y}\)", " ".join(TEXT.split()))
+    names = ["the same, N_π 8", "PPG, single network", "our PPO", "published PPO", "ppg_n_pi_8", "ppo"]
+    for where, *cells in table("game, iterations | PPG, N_π 8")[1:]:
+        game, first, last = re.match(r"(\w+), (\d+)–(\d+)", where).groups()
+        ours = [seeds(name, game, int(first), int(last)) for name in names[:4]]
+        theirs = [rows.loc[np.ceil(int(last) / 16), game][name].tolist() for name in names[4:]]
+        spans = ["–".join(f"{x:.2f}" for x in sorted({min(x), max(x)})) if x else "" for x in ours + theirs]
+        assert cells == [f"{span} ({len(x)})" if x else "–" for span, x in zip(spans, ours + theirs, strict=True)]
     for game, number in {"bigfish": 9, "starpilot": 8, "fruitbot": 2}.items():
         theirs, ours, ppo = (seeds(name, game, 17, 31) for name in ("authors' PPG", "our PPG", "our PPO"))
         assert below[2, game] and max(theirs + ours) < min(ppo) and (len(theirs), len(ours), len(ppo)) == (3, 3, number)
