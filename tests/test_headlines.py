@@ -140,7 +140,7 @@ def test_every_late_beginning():
     assert (ppg.shape[1], ppo.shape[1]) == (9, 3) and below.groupby("block").sum().loc[2:5].tolist() == [7, 6, 4, 0]
     n_pi_8 = rows.loc[3]["ppg_n_pi_8"].squeeze()
     assert [sum(n_pi_8 > ppo.loc[3].max(axis=1)), sum(n_pi_8 < ppo.loc[3].min(axis=1))] == [8, 3]
-    names = ["the same, N_π 8", "PPG, single network", "our PPO", "published PPO", "ppg_n_pi_8", "ppo"]
+    names = ["the same, N_π 8", "PPG, single network", "our PPO", "published PPO", "ppg_n_pi_8", "ppg_single", "ppo"]
     for where, *cells in table("game, iterations | PPG, N_π 8")[1:]:
         game, first, last = re.match(r"(\w+), (\d+)–(\d+)", where).groups()
         ours = [seeds(name, game, int(first), int(last)) for name in names[:4]]
