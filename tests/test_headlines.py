@@ -165,10 +165,10 @@ def test_n_pi():
     default, ppo = scores.loc["ppg_n_pi_32"], scores.loc["ppo"]
     assert default["max"][32] < ppo["min"][32] and (default["min"] > ppo["max"]).loc[80:].all()
     assert (scores.loc["ppg_n_pi_8", "min"] > ppo["max"]).loc[32:].all()
-    assert (scores.loc["ppg_single", "max"] < ppo["min"]).loc[32:80].tolist() == [True] * 3 + [False]
-    for setting, last, number in (("ppg_n_pi_8", 288, 45), ("ppg_n_pi_16", 560, 0)):
-        assert (scores.loc[setting, "min"] > default["max"]).loc[32:last].all()
-        assert (scores.loc[setting, "min"] < default["min"]).loc[608:].sum() == number
+    assert all(scores.loc[(f"ppg_e_pi_{n}", 32), "max"] < ppo["min"][32] for n in range(2, 7))
+    for setting, last, numbers in (("ppg_n_pi_8", 288, [45, 0]), ("ppg_n_pi_16", 560, [0, 31])):
+        below, above = scores.loc[setting, "min"] < default["min"], scores.loc[setting, "min"] > default["max"]
+        assert above.loc[32:last].all() and [below.loc[608:].sum(), above.loc[608:].sum()] == numbers
 
 
 def test_the_pages_are_what_their_commands_make(tmp_path, monkeypatch):
