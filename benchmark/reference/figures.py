@@ -53,16 +53,14 @@ def bigfish_blocks() -> pd.DataFrame:
 
 
 def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
-    """Each run, and a group's mean while all of its runs go on: the beginning, and all of it."""
+    """The beginning, in which no run ends, with each group's mean; and all of each run."""
     rows = rows.assign(steps=rows.steps - 2**17)  # the middle of a block
-    counts = rows.groupby(["group", "steps"]).run.transform("count")
-    means = rows[counts == rows.groupby("group").run.transform("nunique")]
     look = {"x": "steps", "y": "episodic_return", "hue": "group", "style": "group"}
     look["palette"] = [COLORS["ppg_detach"], COLORS["ppo"], COLORS["PPO ("]]
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
-    for ax, end, limits in zip(axes, (0.9e6, 3.1e6), ((0.6, 1.6), (0, 10)), strict=True):
-        sns.lineplot(rows, units="run", estimator=None, lw=0.5, alpha=0.7, legend=False, ax=ax, **look)
-        sns.lineplot(means, errorbar=None, lw=2, marker="o", markersize=4, legend=ax is axes[0], ax=ax, **look)
+    sns.lineplot(rows, errorbar=None, lw=2, marker="o", markersize=4, ax=axes[0], **look)
+    for ax, width, end, limits in zip(axes, (0.5, 1), (0.9e6, 3.1e6), ((0.6, 1.6), (0, 10)), strict=True):
+        sns.lineplot(rows, units="run", estimator=None, lw=width, legend=False, ax=ax, **look)
         ax.set(xlabel="steps", ylabel="return, mean of 16 iterations", xlim=(0, end), ylim=limits)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
