@@ -218,7 +218,7 @@ class Agent(nn.Module):
         if self.arch == "dual":
             value_features = self.value_encoder(obs, bf16)
         elif self.arch == "detach":
-            value_features = features.detach()  # L_value trains the encoder in neither phase
+            value_features = features.detach()  # in both phases: the authors' code, not the paper
         elif self.arch == "shared":
             value_features = features
         aux_values = self.aux_value_head(features).squeeze(-1)
@@ -268,7 +268,7 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 # A loss takes the agent, its outputs for a minibatch, and the minibatch itself, tensors (M, ...):
 #     policy phase       obs, actions, logprobs, values, advantages (normalized), targets
 #     auxiliary phase    obs, targets, old_logits (M, A)
-# It returns (loss, statistics to log), all of them means over samples. agent is for other losses.
+# It returns (loss, statistics to log), all of them means over samples. These do not need agent.
 def policy_loss(agent: Agent, args: Args, out: Outputs, mb: dict):
     """-L_clip + beta_pi KL - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -337,7 +337,7 @@ def gradient_step(agent, args, optimizer, losses: tuple, bf16=False, **minibatch
 
 
 def make_optimizer(agent, lr):
-    """[PPG-2] Adam with epsilon 1e-8. Parameters that the losses do not use stay as they are."""
+    """[PPG-2] Epsilon is 1e-8, not PPO's 1e-5. Adam skips weights that no loss has used."""
     return torch.optim.Adam(agent.parameters(), lr, eps=1e-8, fused=True, capturable=True)
 
 
@@ -385,7 +385,7 @@ def train(args: Args, run: "Run"):
             actions = steps[t]["actions"].cpu().numpy()  # waits for the GPU
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
             staging.copy_(torch.from_numpy(next_obs))
-            obs[t + 1].copy_(staging, non_blocking=True)  # done before the next actions are here
+            obs[t + 1].copy_(staging, non_blocking=True)  # done when the next .cpu() returns
             raw_rewards[t] = torch.from_numpy(rewards)
             firsts[t + 1] = torch.from_numpy(terminated | truncated)  # a time limit is an end
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
@@ -408,10 +408,10 @@ def train(args: Args, run: "Run"):
         # ==== Policy phase: E_pi epochs on L_clip + c S[pi], E_V epochs on L_value ====
         batch = {name: x.flatten(0, 1) for name, x in rollout.items()}
         if args.e_policy == args.e_value:  # one step on both losses, which in dual share no weights
-            epochs = [(optimizer, (policy_loss, value_loss)) for _ in range(args.e_policy)]
+            epochs = [(optimizer, (policy_loss, value_loss))] * args.e_policy
         else:  # the authors' order, not the paper's: value epochs first, with their own Adam
-            epochs = [(value_optimizer, (value_loss,)) for _ in range(args.e_value)]
-            epochs += [(optimizer, (policy_loss,)) for _ in range(args.e_policy)]
+            epochs = [(value_optimizer, (value_loss,))] * args.e_value
+            epochs += [(optimizer, (policy_loss,))] * args.e_policy
         stats = {}
         for opt, losses in epochs:
             sample_inds = torch.randperm(T * N, device=device)
@@ -419,7 +419,7 @@ def train(args: Args, run: "Run"):
                 mb = {name: x[mb_inds] for name, x in batch.items()}
                 step_stats = gradient_step(agent, args, opt, losses, **mb)
                 add_stats(stats, step_stats)
-        row.update(episodes.update(raw_rewards, firsts))  # while a GPU makes these updates
+        row.update(episodes.update(raw_rewards, firsts))  # on the CPU, while a GPU updates
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Policy phase: add all (o_t, V_targ) to B ====
@@ -451,7 +451,7 @@ def train(args: Args, run: "Run"):
             print("evaluating until each environment has ended an episode", flush=True)
             row["eval/test_return"] = evaluate(agent, make_eval_envs(args), args.seed).mean()
         run.log(row)
-        if is_last or phase_ends:  # the next phase overwrites B: a checkpoint need not hold it
+        if is_last or phase_ends:  # between phases: B need not be saved
             run.save(iteration)
 
 
@@ -465,8 +465,8 @@ def train(args: Args, run: "Run"):
 #         v_loss = 0.5 * torch.max(errors, clipped_errors).mean()
 #         return args.vf_coef * v_loss, {"value_loss": v_loss}
 # Make a loss's numbers and draws in train: tensors in mb, (M, ...) or 0-dim, on device.
-# Draws in a loss depend on --chunk-size, and CUDA graphs freeze numbers, learning rates too. For a
-# schedule, write optimizer.param_groups[0]["lr"] = minibatch["lr"] in gradient_step.
+# Draws in a loss depend on --chunk-size; CUDA graphs freeze numbers, learning rates too. Schedule:
+# optimizer.param_groups[0]["lr"] = minibatch["lr"] in gradient_step, with "lr" in both phases' mb.
 # To store more of rollout in B: make_buffer(..., values=torch.empty((T, N))).
 # The network is ImpalaCNN, with heads in Agent. Continuous actions: change Policy and num_actions.
 # An environment of gymnasium: change env_id, make_envs, check. It must reset itself by SAME_STEP,
@@ -653,7 +653,7 @@ def store(buffer, rollout, i):
 
 
 def begin_iteration(args, iteration):
-    """Seeds of its draws, so that a resumed run draws alike. Returns the row to log."""
+    """Seeds the iteration's draws: a resumed run draws the same. Returns the row to log."""
     seed = hash((args.seed, RANK, iteration)) % 2**32  # ranks draw differently
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -694,7 +694,7 @@ def add_stats(stats, step_stats):
 
 
 def mean_stats(stats, prefix: str):
-    """Means over updates and ranks, and a KL's first value, this rank's: about 0, as pi is new."""
+    """Means over updates and ranks, and this rank's first KL: about 0, before pi has changed."""
     means = {}
     for name, (number, total, first) in stats.items():
         means[prefix + name] = torch.stack(all_ranks(total.cpu() / number)).mean()

@@ -221,7 +221,7 @@ def compute_gae(rewards, values, firsts, gamma, gae_lambda):
 
 # A loss takes the agent, its outputs for a minibatch, and the minibatch itself, tensors (M, ...):
 #     obs, actions, logprobs, values, advantages (normalized), targets
-# It returns (loss, statistics to log), all of them means over samples. agent is for other losses.
+# It returns (loss, statistics to log), all of them means over samples. These do not need agent.
 def policy_loss(agent: Agent, args: Args, out: Outputs, mb: dict):
     """-L_clip - c S[pi], L_clip = min(r Adv, clip(r, 1 - eps, 1 + eps) Adv).
     r = pi(a|o) / pi(a|o) of the policy that acted."""
@@ -325,7 +325,7 @@ def train(args: Args, run: "Run"):
             actions = steps[t]["actions"].cpu().numpy()  # waits for the GPU
             next_obs, rewards, terminated, truncated, _ = envs.step(actions)
             staging.copy_(torch.from_numpy(next_obs))
-            obs[t + 1].copy_(staging, non_blocking=True)  # done before the next actions are here
+            obs[t + 1].copy_(staging, non_blocking=True)  # done when the next .cpu() returns
             raw_rewards[t] = torch.from_numpy(rewards)
             firsts[t + 1] = torch.from_numpy(terminated | truncated)  # a time limit is an end
         rollout = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
@@ -354,7 +354,7 @@ def train(args: Args, run: "Run"):
                 losses = (policy_loss, value_loss)
                 step_stats = gradient_step(agent, args, optimizer, losses, **mb)
                 add_stats(stats, step_stats)
-        row.update(episodes.update(raw_rewards, firsts))  # while a GPU makes these updates
+        row.update(episodes.update(raw_rewards, firsts))  # on the CPU, while a GPU updates
         row.update(mean_stats(stats, "losses/"))
 
         # ==== Evaluate, log, save ====
@@ -520,7 +520,7 @@ def chunks(minibatch, size):
 
 
 def begin_iteration(args, iteration):
-    """Seeds of its draws, so that a resumed run draws alike. Returns the row to log."""
+    """Seeds the iteration's draws: a resumed run draws the same. Returns the row to log."""
     seed = hash((args.seed, RANK, iteration)) % 2**32  # ranks draw differently
     torch.manual_seed(seed)
     np.random.seed(seed)
@@ -561,7 +561,7 @@ def add_stats(stats, step_stats):
 
 
 def mean_stats(stats, prefix: str):
-    """Means over updates and ranks. A KL's first value, before pi has changed, is about 0."""
+    """Means over updates and ranks, and this rank's first KL: about 0, before pi has changed."""
     means = {}
     for name, (number, total, first) in stats.items():
         means[prefix + name] = torch.stack(all_ranks(total.cpu() / number)).mean()

@@ -17,7 +17,7 @@ RESULTS = ROOT / "benchmark" / "results"
 TEXT = (RESULTS / "README.md").read_text().replace("−", "-")
 PAGE = (RESULTS / "page" / "runs.md").read_text().replace("−", "-")
 README = (ROOT / "README.md").read_text().replace("−", "-")
-RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in RESULTS.glob("p*/metrics.csv")}
+RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in sorted(RESULTS.glob("p*/metrics.csv"))}
 PUBLISHED = pd.read_csv(report.REFERENCE / "ppo_easy_updates.csv.gz")  # PPO, to update 160
 WINDOWS = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
 RETURN = "charts/mean_return_100"
@@ -25,6 +25,7 @@ NAMES = {  # of the runs in a column of the tables
     "PPG, two networks": "ppg_{}_1",
     "PPG, single network": "ppg_detach_(cpu_)?{}_.",
     "authors' PPG": r"authors_ppg_{}_\w+",
+    "authors' PPG, N_π 8": "authors_ppg_n8_{}_.",
     "our PPG": "ppg_detach_cpu_{}_.",
     "the same, N_π 8": "ppg_(detach_n8_cpu|detach_n8_h200|n8)_{}_.",
     "PPG on the H200": "ppg_detach_n8_h200_{}_.",
@@ -79,7 +80,7 @@ def one_level(names: str, env_id: str, column: str = RETURN) -> list[list[float]
 def test_what_is_known():
     known = set()
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
-    for span, *cells in table("iterations | seeds of each")[1:]:
+    for span, *cells in table("iterations | runs")[1:]:
         names = ["PPG on the H200", "PPO on the H200", "published PPO"]
         values = [seeds(name, "bigfish", *map(int, span.split("–"))) for name in names]
         *differences, last = [verdict(x, y) for x, y in itertools.combinations(values, 2)]
@@ -99,6 +100,10 @@ def test_what_is_known():
         known.update(differences)
     for names in ("single network - our PPO", "two networks - our PPO", "CleanRL's - our PPO"):
         assert written(*verdict(*one_level(names, "starpilot", "charts/episodic_return"))) in " ".join(PAGE.split())
+    x, y = (seeds(name, "bigfish", 33, 48) for name in ("PPG on the H200", "PPO on the H200"))
+    halves = verdict(x[:3], y[:3]), verdict(x[3:], y[3:])  # seeds 1 to 3, and 4 to 6
+    assert all(difference in " ".join(TEXT.split()) for difference, *_ in halves)
+    known.update(halves)
     claims = re.findall(r"([-+]\d\S+ \[\S+ \S+\]) \((\S+ \d+)\) \| ((?:ahead|behind|undecided)[^|]*) \|", README)
     assert len(claims) == 3 and known.issuperset(claims)
     assert {x for x, *_ in known}.issuperset(re.findall(r"[-+]\d\S+ \[\S+ \S+\]", README))
@@ -140,12 +145,13 @@ def test_every_late_beginning():
         ppg, ppo = rows.loc[block, setting], rows.loc[block, "ppo"]
         below = ppg.max(axis=1) < ppo.min(axis=1)
         assert (sum(below), sum(ppg.min(axis=1) > ppo.max(axis=1))) == numbers and ppo.shape[1] == 3
-    names = ["the same, N_π 8", "PPG, single network", "our PPO", "published PPO", "ppg_n_pi_8", "ppg_single", "ppo"]
-    for where, *cells in table("game, iterations | PPG, N_π 8")[1:] + table("hard levels", PAGE)[1:]:
-        game, first, last = re.match(r"(\w+), (\d+)–(\d+)", where).groups()
-        ours = [seeds(name, game, int(first), int(last)) for name in names[:4]]
-        theirs = [rows.loc[np.ceil(int(last) / 16), game][name].tolist() for name in names[4:]]
-        runs = ours if len(cells) == 4 else theirs
+    for where, *cells in table("game, N_π, iterations")[1:] + table("hard levels", PAGE)[1:]:
+        game, n_pi, first, last = re.match(r"(\w+), (?:N_π (\d+), )?(\d+)–(\d+)", where).groups()
+        ppg = ["authors' PPG, N_π 8", "the same, N_π 8"] if n_pi == "8" else ["authors' PPG", "PPG, single network"]
+        runs = [seeds(name, game, int(first), int(last)) for name in [*ppg, "our PPO", "published PPO"]]
+        if not n_pi:  # the authors' curves
+            ends = rows.loc[np.ceil(int(last) / 16), game]
+            runs = [ends[name].tolist() for name in ("ppg_n_pi_8", "ppg_single", "ppo")]
         spans = ["–".join(f"{x:.2f}" for x in sorted({min(x), max(x)})) if x else "" for x in runs]
         assert cells == [f"{span} ({len(x)})" if x else "–" for span, x in zip(spans, runs, strict=True)]
     for game, number in {"bigfish": 9, "starpilot": 8, "fruitbot": 2}.items():
