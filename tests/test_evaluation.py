@@ -130,7 +130,6 @@ def test_evaluations_come_at_their_interval_and_at_the_end(run, script, monkeypa
 
 
 def command(*argv):
-    """What the command writes: its episodes and its summary."""
     args = tyro.cli(tool.Args, args=["--no-cuda", *map(str, argv)])
     tool.main(args)
     out = args.out or max((args.paths[0] / "evaluation").iterdir())

@@ -240,7 +240,6 @@ def test_all_ways_to_run_on_a_gpu_train_the_same(run, gpu, tmp_path, monkeypatch
 
 
 def test_a_run_of_a_gpu_continues_on_a_cpu(script, tmp_path, capsys):
-    """Its flags go where they cannot be kept; a GPU's are refused in one line."""
     run_dir = train(script, make_args(script, tmp_path / "run"))
     record = run_dir / "args.json"
     record.write_text(record.read_text().replace('"cuda_graphs": false', '"cuda_graphs": true'))
@@ -273,7 +272,6 @@ def test_threads_of_the_environments(monkeypatch, script):
 
 
 def test_the_buffer_goes_to_the_host_where_it_would_fill_the_gpu(monkeypatch, capsys):
-    """With meta tensors, which take no memory."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "full", lambda shape, value, dtype, device: (shape, dtype, device))
     obs, targets = torch.empty((256, 64, 64, 64, 3), dtype=torch.uint8, device="meta"), torch.empty(256, 64)

@@ -62,7 +62,6 @@ def add_program(name: str, source: str) -> None:
 
 
 def start(*words: str, folder="sweep", command="train", prefix=()) -> subprocess.Popen:
-    """Start a sweep. words: games and flags."""
     argv = [*prefix, sys.executable, "-m", "benchmark.sweep", "--folder", folder, "--seeds", "1"]
     argv += ["--command", command, "--env-ids", *words]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
