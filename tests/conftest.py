@@ -44,7 +44,6 @@ def seed():
 
 
 def level_seeds(envs) -> list[int]:
-    """The level that each environment plays."""
     if sys.version_info < (3, 13):
         return [info["level_seed"] for info in envs.games.get_info()]
     return envs._clib.observe()[3]["level_seed"].tolist()
@@ -92,7 +91,6 @@ def trained(run):
 
 
 def parse(script, *argv):
-    """The arguments that a script reads from a command line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [f"{script.__name__}.py", *map(str, argv)])
         return script.parse_args()

@@ -165,7 +165,6 @@ def test_joint_loss_has_the_kl_from_the_old_policy_to_the_new(beta_clone):
 
 
 def test_values_of_another_shape_than_their_targets_are_refused():
-    """They would broadcast to (M, M)."""
     tensors, mb = make_minibatch()
     out = as_outputs(*tensors)
     for field, loss_fn in {"values": ppg_procgen.value_loss, "aux_values": ppg_procgen.joint_loss}.items():

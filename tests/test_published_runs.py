@@ -73,7 +73,6 @@ def run(name: str, run_dir: Path, setattr) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=SLOW * (x not in ("dual", "ppo"))) for x in RUNS])
 def test_whole_run(name, tmp_path, monkeypatch):
-    """In float64 what differs is rounding alone."""
     if name in ("detach", "ppo") and sys.version_info[:2] not in ((3, 11), (3, 12)):
         pytest.skip("procgen-mirror, with which the published runs were made, draws jumper with some other pixels")
     use_float64(RUNS[name][0], monkeypatch.setattr)
