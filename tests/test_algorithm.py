@@ -96,7 +96,6 @@ def as_outputs(logits, aux_values, values):
 
 
 def check_loss(loss_fn, args, tensors, mb, expected, expected_stats):
-    """The loss, its statistics, and its gradient with respect to logits and values."""
     loss, stats = loss_fn(None, args, as_outputs(*tensors), mb)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(stats, expected_stats, check_dtype=False)
@@ -105,7 +104,6 @@ def check_loss(loss_fn, args, tensors, mb, expected, expected_stats):
 
 
 def define_policy_loss(args, logits, mb):
-    """The loss of the policy by its definition, and the statistics."""
     probs, epsilon, advantages = logits.softmax(-1), args.clip_coef, mb["advantages"]
     ratio = probs[torch.arange(len(probs)), mb["actions"]] / mb["logprobs"].exp()
     objective, clipped = ratio * advantages, (ratio - 1).abs() > epsilon

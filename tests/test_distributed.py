@@ -61,7 +61,6 @@ def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, ranks,
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, ranks) -> Path:
-    """A run of two ranks that nothing has disturbed."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     first, second = ranks(ppg_procgen, {}, *as_flags(FLAGS | {"run_dir": run_dir}))
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr

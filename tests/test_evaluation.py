@@ -153,7 +153,6 @@ def test_each_level_is_played_whatever_the_batches(monkeypatch):
 
 
 def test_intervals_are_over_levels():
-    """Each level counts once, and an episode is no independent sample of levels."""
     rows = pd.DataFrame({"level": [4, 5, 4, 9, 4], "return": [0.0, 5, 3, 10, 6]})  # means 3, 5, 10
     summary = tool.summarize(rows, 1, 11)
     margin = 4.302653 * 13**0.5 / 3**0.5  # Student's distribution with 2 degrees of freedom; the variance is 13

@@ -1,6 +1,7 @@
 """The tables and verdicts of README.md and results/README.md, computed again from the committed metrics."""
 
 import itertools
+import json
 import re
 
 import numpy as np
@@ -14,7 +15,7 @@ from benchmark import evaluate, report
 from benchmark.reference.figures import AUTHORS, bigfish_blocks, scores_by_n_pi
 
 RESULTS = ROOT / "benchmark" / "results"
-TEXT = (RESULTS / "README.md").read_text().replace("−", "-").replace("†", "")
+TEXT = (RESULTS / "README.md").read_text().replace("−", "-")
 PAGE = (RESULTS / "page" / "runs.md").read_text().replace("−", "-")
 README = (ROOT / "README.md").read_text().replace("−", "-")
 RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in sorted(RESULTS.glob("p*/metrics.csv"))}
@@ -33,6 +34,7 @@ NAMES = {  # of the runs in a column of the tables
     "our PPO": r"ppo_(cpu_|h200_)?{}_\d+",
 }
 LEVELS = [pd.read_csv(RESULTS / x / "metrics.csv.gz", index_col="iteration") for x in ("small", "earlier", "late")]
+OLD = [x.parent.name for x in RESULTS.glob("p*/args.json") if json.loads(x.read_text())["date"] < "2026-11-26"]
 RUNS |= dict(iter(LEVELS[2].groupby("run")))
 ONE_LEVEL = {"single network": "ppg_detach", "CleanRL's": "cleanrl", "two networks": "ppg_procgen", "our PPO": "ppo"}
 
@@ -43,7 +45,7 @@ def table(beginning: str, text: str = TEXT) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in [header, *rows]]
 
 
-def seeds(name: str, env_id: str, first: int, last: int) -> list[float]:
+def seeds(name: str, env_id: str, first: int, last: int, among=RUNS) -> list[float]:
     """The mean return of each run over these iterations; none of a run that ends before."""
     if name == "published PPO" and last > 160:  # here a row is the mean of 16 iterations
         return WINDOWS[(WINDOWS.env_id == env_id) & (WINDOWS.global_step == 16_384 * last)].episodic_return.tolist()
@@ -51,23 +53,24 @@ def seeds(name: str, env_id: str, first: int, last: int) -> list[float]:
         rows = PUBLISHED[(PUBLISHED.env_id == env_id) & PUBLISHED.nupdates.between(first, last)]
         return rows.groupby("run").eprewmean.mean().tolist()
     pattern = NAMES.get(name.split(" (")[0], name).format(env_id)
-    runs = [rows for run, rows in RUNS.items() if re.fullmatch(pattern, run) and rows.index.max() >= last]
-    return [rows.loc[first:last, RETURN].mean() for rows in runs]
+    runs = [run for run in among if re.fullmatch(pattern, run) and RUNS[run].index.max() >= last]
+    return [RUNS[run].loc[first:last, RETURN].mean() for run in runs]
 
 
-def verdict(x: list[float], y: list[float]) -> tuple[str, str, str]:
-    """The difference of two means with Welch's interval, the numbers of runs, and what may be said."""
+def verdict(x: list[float], y: list[float]) -> str:
+    """The difference of two means with Welch's interval, and p if 0 is outside."""
     if min(len(x), len(y)) < 2:
-        return "–", "", ""
+        return "–"
     test = stats.ttest_ind(x, y, equal_var=False)
     low, high = test.confidence_interval()
-    word = "undecided" if low < 0 < high else f"{'ahead' if low > 0 else 'behind'}, p = {test.pvalue:.1g}"
-    return f"{np.mean(x) - np.mean(y):+.2f} [{low:+.2f}, {high:+.2f}]", f"{len(x)}, {len(y)}", word
+    p = "" if low < 0 < high else f", p = {test.pvalue:.1g}"
+    return f"{np.mean(x) - np.mean(y):+.2f} [{low:+.2f}, {high:+.2f}]{p}"
 
 
-def written(difference: str, _: str, word: str) -> str:
-    """The same in a table of results/README.md: p, if 0 is outside."""
-    return difference + "".join(word.partition(", ")[1:])
+def span(values: list[float], old=()) -> str:
+    """The lowest and the highest value, and how many there are; †, if old ones are among them."""
+    ends = [f"{x:.2f}" for x in sorted({min(values), max(values)})] if values else []
+    return f"{(' to ' if min(values) < 0 else '–').join(ends)} ({len(values)}{'†' * bool(old)})" if values else "–"
 
 
 def one_level(names: str, env_id: str, column: str = RETURN) -> list[list[float]]:
@@ -81,34 +84,33 @@ def test_what_is_known():
     known = set()
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
     names = ["PPG on the H200", "PPO on the H200", "published PPO"]
-    for span, *cells in table("iterations | runs")[1:]:
-        values = [seeds(name, "bigfish", *map(int, span.split("–"))) for name in names]
+    for where, *cells in table("iterations | runs")[1:]:
+        values = [seeds(name, "bigfish", *map(int, where.split("–"))) for name in names]
         *differences, last = [verdict(x, y) for x, y in itertools.combinations(values, 2)]
-        assert cells == [", ".join(str(len(x)) for x in values), *(written(*x) for x in differences)], span
-        assert last[2] in ("undecided", "")
+        assert cells == [", ".join(str(len(x)) for x in values), *differences], where
+        assert ", p" not in last
         known.update(differences)
-        assert drawn.loc[16_384 * int(span.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
+        assert drawn.loc[16_384 * int(where.split("–")[1])].tolist() == pytest.approx(
+            [sum(x) for x in values], abs=0.01
+        )
     for name in ("ppg_detach_n8_cpu_{}_.", "ppo_cpu_{}_."):
         assert ", ".join(f"{x:.2f}" for x in seeds(name, "bigfish", 33, 48)) in README
-    early = [seeds(name, "bigfish", 33, 48) for name in names]
-    assert " | ".join(f"{min(x):.2f} to {max(x):.2f}" for x in early) in README
+    early = [seeds(name, "bigfish", 33, 48) for name in names[:2]]
     known.update(verdict(early[0][i : i + 3], early[1][i : i + 3]) for i in (0, 3))  # seeds 1 to 3, 4 to 6
     for header, *rows in (table("difference, iterations | bigfish"), table("difference, iterations | starpilot")):
         for where, *cells in rows:
             *names, first, last = re.match(r"(.+) - (.+), (\d+)–(\d+)", where).groups()
             groups = [[seeds(name, game, int(first), int(last)) for name in names] for game in header[1:]]
-            assert cells == [f"{written(*verdict(x, y))} ({len(x)}, {len(y)})" for x, y in groups], where
+            assert cells == [f"{verdict(x, y)} ({len(x)}, {len(y)})" for x, y in groups], where
             known.update(verdict(x, y) for x, y in groups)
     for names, *cells in table("five seeds each")[1:]:
         differences = [verdict(*one_level(names, game)) for game in ("starpilot", "dodgeball", "ninja")]
-        assert cells == [written(*x) for x in differences], names
+        assert cells == differences, names
         known.update(differences)
     for names in ("single network - our PPO", "two networks - our PPO", "CleanRL's - our PPO"):
-        assert written(*verdict(*one_level(names, "starpilot", "charts/episodic_return"))) in " ".join(PAGE.split())
-    claims = re.findall(r"([-+]\d\S+ \[\S+ \S+\]) \((\S+ \d+)\) \| ((?:ahead|behind|undecided)[^|]*) \|", README)
-    assert len(claims) == 3 and known.issuperset(claims)
-    assert {x for x, *_ in known}.issuperset(re.findall(r"[-+]\d\S+ \[\S+ \S+\]", README + " ".join(TEXT.split())))
-    assert len(re.findall("ahead|behind|undecided|alike", README + TEXT)) == 3 + 1  # one is explained
+        assert verdict(*one_level(names, "starpilot", "charts/episodic_return")) in " ".join(PAGE.split())
+    intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", README + " ".join(TEXT.split()))
+    assert all(x in " ".join(known) for x in intervals)
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
 
@@ -120,8 +122,7 @@ def test_returns_of_each_run():
         for name, cell in zip(header[1:], cells, strict=True):
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
-    cells = rows[4][1:] + rows[5][3:] + rows[7][2:6:3] + rows[9][4:6] + rows[9][2].split(", ")
-    assert all(cell in README for cell in cells)
+    assert all(cell in README for cell in rows[4][1:3] + rows[8][3:6:2])
 
 
 def test_readmes_run():
@@ -132,7 +133,7 @@ def test_readmes_run():
     [_, first, *rows] = table("README's run", PAGE)
     for (what, *cells), name in zip(rows, ["e_auxiliary_0", *ends.index[2:]], strict=True):
         assert name in re.sub("[- ]", "_", what.lower()) and cells[0] == values[name]
-        assert cells[1:] == [written(*verdict(x[name], x.e_auxiliary_2)) for x in (ends, means)]
+        assert cells[1:] == [verdict(x[name], x.e_auxiliary_2) for x in (ends, means)]
     assert first[1] == values["e_auxiliary_2"] and all(values[name] in README for name in ends.index[[0, 1, 4]])
 
 
@@ -141,24 +142,28 @@ def test_every_late_beginning():
     curves["block"] = np.ceil(curves.global_step / 2**20).astype(int)  # 16 iterations
     rows = curves.groupby(["block", "env_id", "algorithm", "run"]).episodic_return.mean().unstack([2, 3])
     nine = ["ppg", "ppg_e_aux_6", "ppg_e_pi_1", "ppg_n_pi_32", "ppg_single"]
-    one, n_pi_8 = ["ppg_single"], ["ppg_n_pi_8"]
-    for setting, block, numbers in ((one, 3, (9, 0)), (one, 4, (5, 0)), (n_pi_8, 3, (3, 8)), (nine, 2, (7, 0))):
+    games = (("ppg_single", 3, (9, 0)), ("ppg_single", 4, (5, 0)), ("ppg_n_pi_8", 3, (3, 8)), (nine, 2, (7, 0)))
+    for setting, block, numbers in games:
         ppg, ppo = rows.loc[block, setting], rows.loc[block, "ppo"]
         below = ppg.max(axis=1) < ppo.min(axis=1)
         assert (sum(below), sum(ppg.min(axis=1) > ppo.max(axis=1))) == numbers and ppo.shape[1] == 3
-    for where, *cells in table("game, N_π, iterations")[1:] + table("hard levels", PAGE)[1:]:
-        game, n_pi, first, last = re.match(r"(\w+), (?:N_π (\d+), )?(\d+)–(\d+)", where).groups()
-        ppg = ["authors' PPG, N_π 8", "the same, N_π 8"] if n_pi == "8" else ["authors' PPG", "PPG, single network"]
-        runs = [seeds(name, game, int(first), int(last)) for name in [*ppg, "our PPO", "published PPO"]]
-        if not n_pi:  # the authors' curves
-            ends = rows.loc[np.ceil(int(last) / 16), game]
-            runs = [ends[name].tolist() for name in ("ppg_n_pi_8", "ppg_single", "ppo")]
-        spans = ["–".join(f"{x:.2f}" for x in sorted({min(x), max(x)})) if x else "" for x in runs]
-        assert cells == [f"{span} ({len(x)})" if x else "–" for span, x in zip(spans, runs, strict=True)]
-    for game, number in {"bigfish": 9, "starpilot": 8, "fruitbot": 2}.items():
+    for where, *cells in table("hard levels", PAGE)[1:]:
+        game, last = re.match(r"(\w+), \d+–(\d+)", where).groups()
+        ends = rows.loc[np.ceil(int(last) / 16), game]
+        assert cells == [span(ends[name].tolist()) for name in ("ppg_n_pi_8", "ppg_single", "ppo")]
+    windows = ((17, 31), (33, 48), (49, 61), (113, 128), (161, 176))
+    steps = {f"{(a - 1) * 0.016384:.1f}–{b * 0.016384:.1f}M": (a, b) for a, b in windows}
+    for where, *cells in table("game, N_π, iterations")[1:] + table("game, N_π, steps", README)[1:]:
+        game, n_pi, window = re.match(r"(\w+), N_π (\d+), (\S+)", where).groups()
+        first, last = steps.get(window) or map(int, window.split("–"))
+        ppg = ["authors' PPG", "our PPG" if last == 31 else "PPG, single network"]
+        names = [*(ppg if n_pi == "32" else ["authors' PPG, N_π 8", "the same, N_π 8"]), "our PPO", "published PPO"]
+        groups = [[seeds(name, game, first, last, among) for among in (RUNS, OLD)] for name in names]
+        assert cells == [span(*groups[i]) for i in range(3)] + [span(groups[3][0])], where
+    for game in ("bigfish", "starpilot", "fruitbot"):
         theirs, ours, ppo = (seeds(name, game, 17, 31) for name in ("authors' PPG", "our PPG", "our PPO"))
-        assert below[game] and max(theirs + ours) < min(ppo) and (len(theirs), len(ours), len(ppo)) == (3, 3, number)
-        assert "behind" in verdict(theirs, np.add(ours, np.mean(ppo) - np.mean(theirs)))[2]
+        assert below[game] and max(theirs + ours) < min(ppo)
+        assert re.match("-.*, p", verdict(theirs, np.add(ours, np.mean(ppo) - np.mean(theirs))))
 
 
 def test_n_pi():

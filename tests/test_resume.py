@@ -126,7 +126,6 @@ def test_a_finished_run_says_so_and_does_nothing(trained, capsys):
 
 
 def test_rows_are_written_as_they_come_and_what_only_changes_the_speed_may_change(stopped, trained):
-    """What an iteration after the checkpoint has logged is logged anew."""
     assert len((stopped / "metrics.csv").read_text().splitlines()) == 1 + 2
     with open(stopped / "metrics.csv", "a") as file:
         file.write("3,192,0.5")  # a line that a full disk cut off
