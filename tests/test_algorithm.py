@@ -29,7 +29,6 @@ def test_gae_is_the_discounted_sum_of_the_errors_up_to_the_end_of_the_episode():
 
 
 def test_reward_normalizer_divides_by_the_deviation_of_all_discounted_sums_so_far(script):
-    """PPG: with those of the whole rollout; PPO: with those up to each step."""
     N, gamma, rng = 30, 0.9, np.random.default_rng(0)
     normalizer = script.RewardNormalizer(script.Args(num_envs=N, reward_gamma=gamma))
     sums, running, first = [], np.zeros(N), np.ones(N, bool)

@@ -39,7 +39,6 @@ def train(module, run_dir, **flags):
 
 
 def record(module, name):
-    """What a function is called with from now on."""
     calls, original = [], getattr(module, name)
     setattr(module, name, lambda *args: calls.append(args) or original(*args))
     return calls

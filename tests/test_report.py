@@ -131,7 +131,6 @@ def test_difference_from_the_baseline():
 
 @pytest.mark.parametrize("x", ["global_step", "wall_time"])
 def test_what_is_drawn(x):
-    """The mean of all runs and its band, until the first of them ends, and each run."""
     steps = np.arange(1.0, 101)
     curves = pd.concat([curve(np.full(n, float(n)), steps[:n], seed=n) for n in (40, 80, 100)])
     [ax] = report.draw_curves(curves, x, 100, "").axes.flat

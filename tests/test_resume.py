@@ -86,7 +86,6 @@ def test_ppo_saves_at_its_interval(tmp_path):
 @pytest.mark.learning
 @pytest.mark.parametrize("num_ranks, seconds", [(1, (0.1, 3)), (2, (0.5, 4))])  # two ranks first find each other
 def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks, seconds):
-    """A rank is killed, another ends by itself; they resume until they end: the same bits, and little is lost."""
     flags = TINY_PPG | {"total_timesteps": num_ranks * 64 * 12, "n_iteration": 4, "e_auxiliary": 3}
     flags |= {"e_policy": 2, "e_value": 3}
     whole, rng, kills, number = tmp_path / "whole", random.Random(1), 0, 0
