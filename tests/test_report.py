@@ -51,7 +51,6 @@ def make_page(out, *paths, **arguments) -> str:
 
 
 def rows_of(page: str, heading: str) -> list[list[str]]:
-    """The cells of the first table under a heading, without the rule."""
     lines = page.split(heading, 1)[1].split("\n|", 1)[1].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]]
 

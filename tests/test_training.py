@@ -221,7 +221,6 @@ def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_command_of_the_readme(tmp_path):
-    """As a person types it, but for --run-dir: the real network in a process of its own."""
     text = next(x for x in (ROOT / "README.md").read_text().split("python ppg_procgen.py")[1:] if " 256 " in x)
     flags = text.partition("#")[0].replace("\\\n", " ").split()
     command = [sys.executable, "ppg_procgen.py", *flags, "--run-dir", str(tmp_path / "run")]
