@@ -36,7 +36,6 @@ def gpu():
 
 
 def draw_minibatch(agent, device, M) -> dict[str, torch.Tensor]:
-    """Of both phases; the policy that has acted is the agent's."""
     obs = torch.randint(0, 256, (M, 64, 64, 3), dtype=torch.uint8).to(device)
     actions = torch.randint(0, 15, (M,)).to(device)
     targets, advantages = torch.randn(2, M).to(device)
