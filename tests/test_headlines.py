@@ -124,7 +124,7 @@ def test_returns_of_each_run():
         for name, cell in zip(header[1:], cells, strict=True):
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
-    cells = rows[4][1:2] + rows[7][2:6:3] + rows[9][4:6] + rows[9][2].split(", ")
+    cells = rows[4][1:2] + rows[5][1:2] + rows[8][2:6:3] + rows[10][4:6] + rows[10][2].split(", ")
     assert all(cell in README for cell in cells)
 
 
