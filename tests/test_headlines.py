@@ -107,6 +107,7 @@ def test_what_is_known():
         assert cells == differences, names
         known.update(differences)
     known.add(verdict(*one_level("single network - our PPO", "one_level_starpilot")))  # of earlier/
+    known.add(verdict(*(seeds(x, "bigfish", 33, 48) for x in ("authors' PPG, N_π 8", "PPG on the H200"))))
     for names in ("single network - our PPO", "two networks - our PPO", "CleanRL's - our PPO"):
         assert verdict(*one_level(names, "starpilot", "charts/episodic_return")) in " ".join(PAGE.split())
     intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", README + " ".join(TEXT.split()))
