@@ -185,7 +185,6 @@ def test_n_pi():
     above, below = lowest[one_run].gt(default["max"], axis=0), highest[one_run].lt(default["min"], axis=0)
     assert above.ppg_n_pi_8.loc[32:288].all() and above.ppg_n_pi_16.loc[32:560].all()
     assert above.sum()[below.sum() == 0].to_dict() == {"ppg_n_pi_16": 65, "ppg_e_aux_9": 74} and above.shape == (95, 13)
-    assert below.sum().nsmallest(3).iloc[2] == below.ppg_n_pi_8.loc[608:].sum() == 45
     six = scores_by_n_pi().query("setting == 'ppg_n_pi_32'").pivot(index="iterations", columns=["algorithm", "run"])
     ranks = six.score.rank(axis=1)
     assert ((ranks == 6).sum().max(), (ranks == 1).sum().max()) == (38, 68)
