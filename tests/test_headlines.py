@@ -84,16 +84,14 @@ def test_what_is_known():
     known = set()
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
     names = ["PPG on the H200", "PPO on the H200", "published PPO"]
-    for where, *cells in table("iterations | runs")[1:]:
-        values = [seeds(name, "bigfish", *map(int, where.split("–"))) for name in names]
+    for when, *cells in table("iterations | runs")[1:]:
+        values = [seeds(name, "bigfish", *map(int, when.split("–"))) for name in names]
         *differences, last = [verdict(x, y) for x, y in itertools.combinations(values, 2)]
-        assert cells == [", ".join(str(len(x)) for x in values), *differences], where
+        assert cells == [", ".join(str(len(x)) for x in values), *differences], when
         assert ", p" not in last and last[0] in "-–"
-        assert where != "33–48" or max(values[0]) < min(values[1])
+        assert when != "33–48" or max(values[0]) < min(values[1])
         known.update(differences)
-        assert drawn.loc[16_384 * int(where.split("–")[1])].tolist() == pytest.approx(
-            [sum(x) for x in values], abs=0.01
-        )
+        assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
     for name in ("ppg_detach_n8_cpu_{}_.", "ppo_cpu_{}_."):
         assert ", ".join(f"{x:.2f}" for x in seeds(name, "bigfish", 33, 48)) in README
     for header, *rows in (table("difference, iterations | bigfish"), table("difference, iterations | starpilot")):
@@ -112,6 +110,7 @@ def test_what_is_known():
         assert verdict(*one_level(names, "starpilot", "charts/episodic_return")) in " ".join(PAGE.split())
     intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", README + " ".join(TEXT.split()))
     assert all(x in " ".join(known) for x in intervals)
+    assert re.findall("ahead|behind|undecided|alike", README + TEXT) == ["undecided"]
     [[low, high], [lower, higher]] = re.findall(r"\[(\S+), (\S+)\]", README.split("undecided")[1].split("\n")[0])
     assert max(float(low), float(lower)) < 0 < min(float(high), float(higher))
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
@@ -125,7 +124,7 @@ def test_returns_of_each_run():
         for name, cell in zip(header[1:], cells, strict=True):
             values = sorted(seeds(name, env_id, int(first), int(last)))
             assert cell == (", ".join(f"{x:.2f}" for x in values) or "–"), (where, name)
-    cells = rows[4][1:2] + rows[5][1:2] + rows[8][2:6:3] + rows[10][4:6] + rows[10][2].split(", ")
+    cells = rows[2][3:4] + rows[4][1:2] + rows[5][1:2] + rows[8][2:6:3] + rows[10][4:6] + rows[10][2].split(", ")
     assert all(cell in README for cell in cells)
 
 
@@ -151,6 +150,8 @@ def test_every_late_beginning():
             ppg, ppo = rows.loc[block, setting], rows.loc[block, "ppo"]
             below, above = ppg.max(axis=1) < ppo.min(axis=1), ppg.min(axis=1) > ppo.max(axis=1)
             assert cell == f"{sum(below)} ({sum(above)})", (setting, block)
+    three, ppo = rows.loc[3, "ppg_e_pi_3"][0], rows.loc[3, "ppo"]  # three epochs
+    assert (sum(three < ppo.min(axis=1)), sum(three > ppo.max(axis=1))) == (9, 3)
     for where, *cells in table("hard levels", PAGE)[1:]:
         game, last = re.match(r"(\w+), \d+–(\d+)", where).groups()
         ends = rows.loc[np.ceil(int(last) / 16), game]
