@@ -5,7 +5,7 @@
     RCALL_LOGDIR=/tmp OMP_NUM_THREADS=1 PYTHONPATH=phasic-policy-gradient \
         python benchmark/results/late/authors.py bigfish 1 32 31    # game, seed, N_pi, iterations
 
-It writes authors_bigfish_1/progress.csv.
+It writes authors_bigfish_1/progress.csv. With "level" after these, it trains on level 0 with the flags of README's run.
 """
 
 import sys
@@ -44,10 +44,17 @@ for name in ("setup_dist", "sync_params", "sync_grads", "warn_no_gradient"):  # 
     setattr(torch_util, name, lambda *_, **__: None)
 torch_util.DEFAULT_COMM = mpi.MPI.COMM_WORLD
 
-game, seed, n_pi, iterations = sys.argv[1], *map(int, sys.argv[2:])
-get_venv = train.get_venv
-train.get_venv = lambda **flags: get_venv(**flags, rand_seed=seed)
+game, seed, n_pi, iterations = sys.argv[1], *map(int, sys.argv[2:5])
+level = sys.argv[5:] == ["level"]
+levels = {"num_levels": 1, "start_level": 0} if level else {}
+get_venv, learn = train.get_venv, train.ppg.ppo.learn
+train.get_venv = lambda **flags: get_venv(**flags, **levels, rand_seed=seed)
 torch.manual_seed(seed)
 np.random.seed(seed)
 flags = {"env_name": game, "distribution_mode": "easy", "arch": "detach", "n_pi": n_pi, "comm": mpi.MPI.COMM_WORLD}
-train.train_fn(**flags, interacts_total=iterations * 16_384, log_dir=f"authors_{game}_{seed}")
+batch_size = 16_384
+if level:
+    train.ppg.ppo.learn = lambda **flags: learn(**flags, nstep=64)
+    flags |= {"num_envs": 16, "nminibatch": 4, "gamma": 0.99, "n_aux_epochs": 2}
+    batch_size = 16 * 64
+train.train_fn(**flags, interacts_total=iterations * batch_size, log_dir=f"authors_{game}_{seed}")
