@@ -1,5 +1,4 @@
-"""Our scripts against whole training runs of openai/phasic-policy-gradient and openai/baselines, made by
-benchmark/reference/published_runs.py: the real loop, network and games, the same first weights, levels and draws."""
+"""Our scripts against whole training runs of the published codes, made by benchmark/reference/published_runs.py."""
 
 import sys
 from pathlib import Path

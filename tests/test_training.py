@@ -303,8 +303,7 @@ def test_inline_metadata_is_what_the_project_needs(script):
 
 
 class ProbeEnv:
-    """Episodes of four steps of reward 1 whose step the observation shows; every second environment has a time limit.
-    With choice, a reward only where the action tells black from white."""
+    """Four steps of reward 1 (with choice: for the shown shade), which the observation shows; half have a limit."""
 
     single_observation_space, single_action_space, choice = Box(0, 255, (64, 64, 3), np.uint8), Discrete(2), False
 
