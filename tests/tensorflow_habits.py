@@ -20,7 +20,6 @@ class TensorFlowAdam(torch.optim.Adam):
 
 
 def max_pool2d(x, kernel_size, stride, *_, original=F.max_pool2d, **__):
-    """Pads below and on the right only."""
     return original(x, kernel_size, stride=stride, ceil_mode=True)
 
 
