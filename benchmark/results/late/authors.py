@@ -1,11 +1,12 @@
-"""The authors' PPG, as it is but for MPI, in one process, with a single network on easy levels.
+"""The authors' PPG, as it is but for MPI, in one process, on easy levels.
 
     git clone https://github.com/openai/phasic-policy-gradient
     git -C phasic-policy-gradient checkout 7295473
     RCALL_LOGDIR=/tmp OMP_NUM_THREADS=1 PYTHONPATH=phasic-policy-gradient \
         python benchmark/results/late/authors.py bigfish 1 32 31    # game, seed, N_pi, iterations
 
-It writes authors_bigfish_1/progress.csv. With "level" after these, it trains on level 0 with the flags of README's run.
+It writes authors_bigfish_1/progress.csv. It has a single network, but two with "dual" after these; with "level", it
+trains on level 0 with the other flags of README's run.
 """
 
 import sys
@@ -45,13 +46,13 @@ for name in ("setup_dist", "sync_params", "sync_grads", "warn_no_gradient"):  # 
 torch_util.DEFAULT_COMM = mpi.MPI.COMM_WORLD
 
 game, seed, n_pi, iterations = sys.argv[1], *map(int, sys.argv[2:5])
-level = sys.argv[5:] == ["level"]
+level, arch = "level" in sys.argv[5:], "dual" if "dual" in sys.argv[5:] else "detach"
 levels = {"num_levels": 1, "start_level": 0} if level else {}
 get_venv, learn = train.get_venv, train.ppg.ppo.learn
 train.get_venv = lambda **flags: get_venv(**flags, **levels, rand_seed=seed)
 torch.manual_seed(seed)
 np.random.seed(seed)
-flags = {"env_name": game, "distribution_mode": "easy", "arch": "detach", "n_pi": n_pi, "comm": mpi.MPI.COMM_WORLD}
+flags = {"env_name": game, "distribution_mode": "easy", "arch": arch, "n_pi": n_pi, "comm": mpi.MPI.COMM_WORLD}
 batch_size = 16_384
 if level:
     train.ppg.ppo.learn = lambda **flags: learn(**flags, nstep=64)
