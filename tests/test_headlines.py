@@ -82,7 +82,7 @@ def one_level(names: str, env_id: str, column: str = RETURN) -> list[list[float]
 
 def test_what_is_known():
     level = readmes_run(1)[["authors_ppg", "e_auxiliary_2", "ppo"]].tolist()
-    fruitbot = [seeds(name, "fruitbot", 49, 61) for name in ("authors' PPG", "our PPG", "our PPO")]
+    fruitbot = [seeds(name, "fruitbot", 49, 61) for name in ("authors' PPG", "PPG, single network", "our PPO")]
     bigfish = [seeds(x, "bigfish", 33, 48) for x in ("authors' PPG, N_π 8", "PPG on the H200", "PPO on the H200")]
     assert [x[2:5] for x in table("run, window")[1:]] == [list(map(span, x)) for x in (level, fruitbot, bigfish)]
     known = {verdict(*level[:2]), verdict(*bigfish[:2])}
@@ -164,7 +164,7 @@ def test_every_late_beginning():
         pairs = [values[:2], (values[2], values[3] + values[4])]
         theirs, ours = (int(min(x) > max(y)) - int(max(x) < min(y)) for x, y in pairs)
         lower.append(theirs - ours)
-    assert (lower.count(0), sum(x > 0 for x in lower)) == (5, 8) and len(lower) == 13
+    assert (lower.count(0), sum(x > 0 for x in lower), len(lower)) == (5, 8, 13)
     windows = {"0.3–0.5M": (17, 31), "0.5–0.8M": (33, 48), "1.8–2.1M": (113, 128), "2.6–2.9M": (161, 176)}
     for where, r_min, *cells in table("game, N_π, steps", README)[1:]:
         game, n_pi, steps = where.replace("N_π ", "").split(", ")
