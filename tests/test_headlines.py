@@ -74,7 +74,6 @@ def span(values: list[float], old=()) -> str:
 
 
 def one_level(names: str, env_id: str, column: str = RETURN) -> list[list[float]]:
-    """The same on one level, of each group in 'single network - our PPO'."""
     rows = pd.concat(LEVELS).query("31 <= iteration <= 32").groupby("run")[column].mean()
     runs = [f"{env_id}__{ONE_LEVEL[name]}" for name in names.split(" - ")]
     return [rows[rows.index.str.startswith(run)].tolist() for run in runs]
@@ -82,10 +81,11 @@ def one_level(names: str, env_id: str, column: str = RETURN) -> list[list[float]
 
 def test_what_is_known():
     level = readmes_run(1)[["authors_ppg", "e_auxiliary_2", "ppo"]].tolist()
+    dual = [seeds("authors_dual_{}_level_.", "starpilot", 31, 32), *one_level("two networks - our PPO", "starpilot")]
     fruitbot = [seeds(name, "fruitbot", 49, 61) for name in ("authors' PPG", "PPG, single network", "our PPO")]
     bigfish = [seeds(x, "bigfish", 33, 48) for x in ("authors' PPG, N_π 8", "PPG on the H200", "PPO on the H200")]
-    assert [x[2:5] for x in table("run, window")[1:]] == [list(map(span, x)) for x in (level, fruitbot, bigfish)]
-    known = {verdict(*level[:2]), verdict(*bigfish[:2])}
+    assert [x[2:5] for x in table("run, window")[1:]] == [list(map(span, x)) for x in (level, dual, fruitbot, bigfish)]
+    known = {verdict(*x[:2]) for x in (level, dual, bigfish)}
     known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "PPO on the H200"))))
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
     names = ["PPG on the H200", "PPO on the H200", "published PPO"]
