@@ -115,6 +115,8 @@ def test_what_is_known():
     assert re.findall("ahead|behind|undecided|alike", README + TEXT) == ["undecided"]
     [[low, high], [lower, higher]] = re.findall(r"\[(\S+), (\S+)\]", README.split("undecided")[1].split("\n")[0])
     assert max(float(low), float(lower)) < 0 < min(float(high), float(higher))
+    x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
+    assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
 
 
 def test_returns_of_each_run():

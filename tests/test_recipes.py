@@ -146,7 +146,7 @@ def test_real_environments(tmp_path, env_id, goal):
     module, run_dir = load(tmp_path, source, small=False), tmp_path / "run"
     module.main(parse(module, "--env-id", env_id, *flags, "--no-cuda", "--run-dir", run_dir))
     returns = [float(row["charts/mean_return_100"]) for row in read_rows(run_dir)]
-    assert first_kls(read_rows(run_dir)).max() < 1e-5 and (goal is None or max(returns) > goal)
+    assert first_kls(read_rows(run_dir)).max() < 1e-5 and (goal is None or returns[-1] > goal)
     print(env_id, returns[3::4])
 
 
