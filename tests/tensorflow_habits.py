@@ -20,6 +20,7 @@ class TensorFlowAdam(torch.optim.Adam):
 
 
 def max_pool2d(x, kernel_size, stride, *_, original=F.max_pool2d, **__):
+    """TensorFlow's padding: below and on the right only, as far as the last window needs it."""
     return original(x, kernel_size, stride=stride, ceil_mode=True)
 
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -150,19 +151,13 @@ def test_what_could_not_be_read_back_ends_the_run_before_it_begins(tmp_path, mon
     assert not (tmp_path / "run" / "metrics.csv").exists()
 
 
-def test_a_run_in_use_is_refused(stopped):
+def test_a_run_in_use_and_a_file_system_without_locks_are_refused(stopped):
     with FileLock(stopped / "lock0"), pytest.raises(Timeout, match="could not be acquired"):
         resume(ppg_procgen, stopped)
+    error = OSError(errno.ENOSYS, "Function not implemented")  # as on Lustre without its option flock
+    with mock.patch("fcntl.flock", side_effect=error), pytest.raises(OSError, match="not implemented"):
+        resume(ppg_procgen, stopped)
     resume(ppg_procgen, stopped)
-
-
-def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
-    def flock(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")  # as on Lustre without its option flock
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(OSError, match="not implemented"):
-        train(ppg_procgen, make_args(ppg_procgen, tmp_path / "run"))
 
 
 def test_a_full_disk_stops_the_run_and_harms_nothing(tmp_path, trained, monkeypatch):

@@ -165,7 +165,6 @@ BAD = {  # {} is the folder of a run of PPG
     "ppg --total-timesteps 16383": "total_timesteps must be at least 16384",
     "ppg --seed -1": "seed must be from 0",
     "ppo --start-level 7": "start_level needs num_levels",
-    "ppg --cuda-graphs --no-cuda": "no GPU: see README, or --no-cuda --no-compile --no-cuda-graphs",
     "ppo --compile --no-cuda": "no GPU: see README, or --no-cuda --no-compile --no-cuda-graphs",
     "ppg --run-dir {}": "when the run began: it cannot change",
     "ppg --resume nothing": "'nothing' is not a run folder",
