@@ -41,6 +41,8 @@ def seed():
     gc.collect()
     gc.freeze()  # what outlives a test is not gone through again
     torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)  # after use_float64
 
 
 def level_seeds(envs) -> list[int]:

@@ -37,13 +37,10 @@ def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, ranks,
     one_flags = flags | {"num_envs": 4, "run_dir": str(tmp_path / "one")}
     if "num_aux_rollouts" in flags:
         one_flags["num_aux_rollouts"] *= 2
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            install_scripted(script, patch.setattr)
-            one = install_recording(script, patch.setattr)
-            train(script, script.Args(**one_flags))
-    finally:
-        torch.set_default_dtype(torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        install_scripted(script, patch.setattr)
+        one = install_recording(script, patch.setattr)
+        train(script, script.Args(**one_flags))
 
     assert len(one) == len(first) == num_updates
     assert {seed for *_, seed in first}.isdisjoint(seed for *_, seed in second), "ranks draw differently"

@@ -25,13 +25,12 @@ AUX_LOSSES = (ppg_procgen.joint_loss, ppg_procgen.value_loss)
 
 @pytest.fixture
 def gpu():
-    """In full float32 precision; what set_up_device and use_float64 change in this process is restored."""
+    """In full float32 precision; what set_up_device changes in this process is restored."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     torch._dynamo.reset()
     with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
         yield torch.device("cuda:0")  # set_device needs the index
-    torch.set_default_dtype(torch.float32)
     torch.cuda.set_stream(torch.cuda.default_stream())
 
 

@@ -62,7 +62,7 @@ class ScriptedGames:
 
 
 def install_scripted(script, setattr) -> None:
-    """Have two ranks of two games do what one process of all four does in minibatches of both. Sets torch's dtype."""
+    """Have two ranks of two games do what one process of all four does in minibatches of both."""
     action_calls, permutation_calls = itertools.count(), itertools.count()
 
     def sample(pi, generator=None):
@@ -91,7 +91,7 @@ def install_scripted(script, setattr) -> None:
 
 
 def use_float64(script, setattr) -> None:
-    """Everything that a run computes; the caller restores torch's default dtype."""
+    """Everything that a run computes."""
     setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
 
