@@ -85,9 +85,9 @@ def test_what_is_known():
     dual = [seeds("authors_dual_{}_level_.", "starpilot", 31, 32), *one_level("two networks - our PPO", "starpilot")]
     fruitbot = [seeds(name, "fruitbot", 49, 61) for name in ("authors' PPG", "PPG, single network", "our PPO")]
     bigfish = [seeds(x, "bigfish", 33, 48) for x in ("authors' PPG, N_π 8", "PPG on the H200", "PPO on the H200")]
-    assert [x[2:5] for x in table("run, window")[1:]] == [list(map(span, x)) for x in (level, dual, fruitbot, bigfish)]
-    direct = [f"{verdict(x, y)} ({len(x)}, {len(y)})" for x, y, _ in (level, dual, bigfish)]
-    assert [x[2] for x in table("runs on easy", README)[1:]] == direct
+    assert [x[2:5] for x in table("run | steps")[1:]] == [list(map(span, x)) for x in (level, dual, fruitbot, bigfish)]
+    direct = [verdict(*x[:2]) for x in (level, dual, bigfish)]
+    assert [x[5] for x in table("run | steps")[1:]] == [*direct[:2], "–", direct[2]] and direct[0] in README
     known = {*direct, verdict(*readmes_run(16)[["authors_ppg", "e_auxiliary_2"]])}
     known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "PPO on the H200"))))
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
@@ -161,7 +161,7 @@ def test_every_late_beginning():
             assert chance == f"{16 / math.comb(ppg.shape[1] + 3, 3):.1g}"
             below, above = ppg.max(axis=1) < ppo.min(axis=1), ppg.min(axis=1) > ppo.max(axis=1)
             assert cell == f"{sum(below)} ({sum(above)})", (setting, block)
-        assert setting != settings[0] or f"on {sum(above)} of 16 games" in README
+        assert setting != settings[0] or f"of PPO on {sum(above)} of 16 games" in README
     lower = []  # by how many of above, among and below PPO ours is lower than theirs
     for where, *cells in table("signs, N_π", PAGE)[1:]:
         game, n_pi, *window = re.match(r"(\w+), N_π (\d+), (\d+)–(\d+)", where).groups()
