@@ -86,7 +86,6 @@ def make_minibatch(M=40, A=5):
     mb = {"old_logits": old_logits, "actions": torch.randint(A, (M,)), "advantages": torch.randn(M)}
     mb["logprobs"] = old_logits.log_softmax(-1)[torch.arange(M), mb["actions"]]
     mb |= {"targets": torch.randn(M), "values": values.detach() + 0.3 * torch.randn(M)}
-    torch.set_default_dtype(torch.float32)
     return (logits, aux_values, values), mb
 
 

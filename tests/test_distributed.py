@@ -33,7 +33,6 @@ def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, ranks,
     for result in ranks(script, options, *as_flags(flags | {"run_dir": tmp_path / "ranks"})):
         assert result.returncode == 0, result.stderr
     first, second = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-
     one_flags = flags | {"num_envs": 4, "run_dir": str(tmp_path / "one")}
     if "num_aux_rollouts" in flags:
         one_flags["num_aux_rollouts"] *= 2
@@ -41,7 +40,6 @@ def test_two_ranks_do_what_one_process_of_all_environments_does(tmp_path, ranks,
         install_scripted(script, patch.setattr)
         one = install_recording(script, patch.setattr)
         train(script, script.Args(**one_flags))
-
     assert len(one) == len(first) == num_updates
     assert {seed for *_, seed in first}.isdisjoint(seed for *_, seed in second), "ranks draw differently"
     assert len({seed for *_, seed in first}) == 4, "so do iterations"

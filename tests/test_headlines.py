@@ -15,9 +15,9 @@ from benchmark import evaluate, report
 from benchmark.reference.figures import AUTHORS, bigfish_blocks, scores_by_n_pi
 
 RESULTS = ROOT / "benchmark" / "results"
-TEXT = (RESULTS / "README.md").read_text().replace("−", "-")
-PAGE = (RESULTS / "page" / "runs.md").read_text().replace("−", "-")
-README = (ROOT / "README.md").read_text().replace("−", "-")
+FILES = RESULTS / "README.md", RESULTS / "page" / "runs.md", ROOT / "README.md"
+TEXT, PAGE, README = (file.read_text().replace("−", "-") for file in FILES)
+TEXT_WORDS, PAGE_WORDS = (" ".join(text.split()) for text in (TEXT, PAGE))
 RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in sorted(RESULTS.glob("p*/metrics.csv"))}
 PUBLISHED = pd.read_csv(report.REFERENCE / "ppo_easy_updates.csv.gz")  # PPO, to update 160
 WINDOWS = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
@@ -85,10 +85,11 @@ def test_what_is_known():
     dual = [seeds("authors_dual_{}_level_.", "starpilot", 31, 32), *one_level("two networks - our PPO", "starpilot")]
     fruitbot = [seeds(name, "fruitbot", 49, 61) for name in ("authors' PPG", "PPG, single network", "our PPO")]
     bigfish = [seeds(x, "bigfish", 33, 48) for x in ("authors' PPG, N_π 8", "PPG on the H200", "PPO on the H200")]
-    assert [x[2:5] for x in table("run | steps")[1:]] == [list(map(span, x)) for x in (level, dual, fruitbot, bigfish)]
-    direct = [verdict(*x[:2]) for x in (level, dual, bigfish)]
-    assert [x[5] for x in table("run | steps")[1:]] == [*direct[:2], "–", direct[2]] and direct[0] in README
-    known = {*direct, verdict(*readmes_run(16)[["authors_ppg", "e_auxiliary_2"]])}
+    words = "theirs has {:.2f}, ours {:.2f} and {:.2f}, and our PPO {:.2f} and {:.2f}"
+    assert words.format(*sum(map(sorted, fruitbot), [])) in TEXT_WORDS
+    direct = [[*map(span, x), verdict(*x[:2])] for x in (level, dual, bigfish)]
+    assert [x[2:6] for x in table("run | steps")[1:]] == direct and direct[0][-1] in README
+    known = {*(x[-1] for x in direct), verdict(*readmes_run(16)[["authors_ppg", "e_auxiliary_2"]])}
     known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "PPO on the H200"))))
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
     names = ["PPG on the H200", "PPO on the H200", "published PPO"]
@@ -108,20 +109,20 @@ def test_what_is_known():
             groups = [[seeds(name, game, int(first), int(last)) for name in names] for game in header[1:]]
             assert cells == [f"{verdict(x, y)} ({len(x)}, {len(y)})" for x, y in groups], where
             known.update(verdict(x, y) for x, y in groups)
-    for names, *cells in table("five seeds each")[1:]:
+    assert {*map(tuple, table("five seeds each"))} < {*map(tuple, compared := table("five seeds each", PAGE))}
+    for names, *cells in compared[1:]:
         differences = [verdict(*one_level(names, game)) for game in ("starpilot", "dodgeball", "ninja")]
         assert cells == differences, names
         known.update(differences)
-    for names in ("single network - our PPO", "two networks - our PPO", "CleanRL's - our PPO"):
-        assert verdict(*one_level(names, "starpilot", "charts/episodic_return")) in " ".join(PAGE.split())
-    intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", README + " ".join(TEXT.split()))
+        assert "our PPO" not in names or verdict(*one_level(names, "starpilot", "charts/episodic_return")) in PAGE_WORDS
+    intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", README + TEXT_WORDS)
     assert all(x in " ".join(known) for x in intervals)
     assert re.findall("ahead|behind|undecided|alike", README + TEXT) == ["undecided"]
-    [[low, high]] = re.findall(r"\[(\S+), (\S+)\]", README.split("undecided")[1].split("\n")[0])
-    assert float(low) < 0 < float(high)
+    undecided = re.findall(r"\[(\S+), (\S+)\]", README.split("undecided")[1].split("\n")[0])
+    assert all(float(low) < 0 < float(high) for low, high in undecided) and len(undecided) == 2
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
-    assert f"{verdict(x + seeds(list(NAMES)[-1], 'starpilot', 25, 40), y)} (11, 3)" in " ".join(PAGE.split())
+    assert f"{verdict(x + seeds(list(NAMES)[-1], 'starpilot', 25, 40), y)} (11, 3)" in PAGE_WORDS
 
 
 def test_returns_of_each_run():
@@ -146,8 +147,9 @@ def test_readmes_run():
         assert name in re.sub("[- ]", "_", what.lower().replace("'", "")) and cells[0] == values[name]
         assert cells[1:] == [verdict(x[name], x.e_auxiliary_2) for x in (ends, means)]
     assert all(values[name] in text for name in ("e_auxiliary_0", "e_auxiliary_2", "ppo") for text in (README, PAGE))
-    effect = f"bring {np.mean(ends.e_auxiliary_2) - np.mean(ends.e_auxiliary_0):.2f}"
-    assert effect in README and effect in " ".join(TEXT.split())
+    effect = f"{np.mean(ends.e_auxiliary_2) - np.mean(ends.e_auxiliary_0):.2f}"
+    upper = verdict(ends.authors_ppg, ends.e_auxiliary_2)[-5:-1]
+    assert f"{upper} of the {effect} that" in README and f"bring {effect}" in TEXT_WORDS
 
 
 def test_every_late_beginning():
@@ -162,7 +164,7 @@ def test_every_late_beginning():
             below, above = ppg.max(axis=1) < ppo.min(axis=1), ppg.min(axis=1) > ppo.max(axis=1)
             assert cell == f"{sum(below)} ({sum(above)})", (setting, block)
         assert setting != settings[0] or f"of PPO on {sum(above)} of 16 games" in README
-    lower = []  # by how many of above, among and below PPO ours is lower than theirs
+    stands = []  # ours: lower than theirs among the runs of PPO, could be, higher, could be
     for where, *cells in table("signs, N_π", PAGE)[1:]:
         game, n_pi, *window = re.match(r"(\w+), N_π (\d+), (\d+)–(\d+)", where).groups()
         theirs, ours = {"8": ("ppg_n_pi_8", "the same, N_π 8"), "32": ("ppg_single", "PPG, single network")}[n_pi]
@@ -171,8 +173,8 @@ def test_every_late_beginning():
         assert cells == list(map(span, values)), where
         pairs = [values[:2], (values[2], values[3] + values[4])]
         theirs, ours = (int(min(x) > max(y)) - int(max(x) < min(y)) for x, y in pairs)
-        lower.append(theirs - ours)
-    assert (lower.count(0), sum(x > 0 for x in lower), len(lower)) == (5, 8, 13)
+        stands.append([ours < theirs, theirs > -1, ours > theirs, theirs < 1])
+    assert np.sum(stands, 0).tolist() == [8, 11, 0, 4] and len(stands) == 13
     easy = evaluate.RANGES.xs("easy", level="distribution_mode")
     for where, *cells in table("game, N_π, steps", README)[1:]:
         game, n_pi, steps = where.replace("N_π ", "").split(", ")
@@ -199,6 +201,7 @@ def test_n_pi():
     one_run = [setting for setting in count if count[setting].max() == 1]
     above, below = lowest[one_run].gt(default["max"], axis=0), highest[one_run].lt(default["min"], axis=0)
     assert above.ppg_n_pi_8.loc[32:288].all() and above.ppg_n_pi_16.loc[32:560].all()
+    assert below.loc[1520, ["ppg_n_pi_8", "ppg_n_pi_4"]].all()
     assert above.sum()[below.sum() == 0].to_dict() == {"ppg_n_pi_16": 65, "ppg_e_aux_9": 74} and above.shape == (95, 13)
 
 
