@@ -175,10 +175,9 @@ def test_every_late_beginning():
     names = {"32": ("authors' PPG", "PPG, single network"), "8": ("authors' PPG, N_π 8", "the same, N_π 8")}
     names["32, two networks"] = "authors' PPG, two networks", "PPG, two networks"
     [header, *rows] = table("game, N_π |", README)
-    assert table("game, N_π |") == [header, *rows]
-    for where, *cells in rows:
+    for where, *cells, _ in rows:
         game, n_pi = where.split(", ", 1)
-        for steps, cell in zip(header[1:], cells, strict=True):
+        for steps, cell in zip(header[1:-1], cells, strict=True):
             groups = [seeds(x, game, *windows[steps]) for x in (*names[n_pi], "our PPO", "published PPO")]
             ppg, ppo = groups[0] + groups[1], groups[2] + groups[3]
             stands = ppg and ("below" if max(ppg) < min(ppo) else "above" if min(ppg) > max(ppo) else "among")
