@@ -83,7 +83,7 @@ def one_level(names: str, env_id: str, column: str = RETURN) -> list[list[float]
 
 def test_what_is_known():
     level = readmes_run(1)[["authors_ppg", "e_auxiliary_2", "ppo"]].tolist()
-    dual = [seeds("authors_dual_{}_level_.", "starpilot", 31, 32), *one_level("two networks - our PPO", "starpilot")]
+    dual = [seeds(r"authors_dual_{}_level_\d+", "starpilot", 31, 32), *one_level("two networks - our PPO", "starpilot")]
     bigfish = [seeds(x, "bigfish", 33, 48) for x in ("authors' PPG, N_π 8", "PPG on the H200", "PPO on the H200")]
     direct = [[*map(span, x), verdict(*x[:2])] for x in (level, dual, bigfish)]
     assert [x[2:6] for x in table("run | steps")[1:]] == direct and direct[0][-1] in README
