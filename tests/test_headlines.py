@@ -86,7 +86,7 @@ def test_what_is_known():
     dual = [seeds(r"authors_dual_{}_level_\d+", "starpilot", 31, 32), *one_level("two networks - our PPO", "starpilot")]
     bigfish = [seeds(x, "bigfish", 33, 48) for x in ("authors' PPG, N_π 8", "PPG on the H200", "PPO on the H200")]
     direct = [[*map(span, x), verdict(*x[:2])] for x in (level, dual, bigfish)]
-    assert [x[2:6] for x in table("run | steps")[1:]] == direct and direct[0][-1] in README
+    assert [x[2:6] for x in table("run | steps")[1:]] == direct
     known = {*(x[-1] for x in direct), verdict(*readmes_run(16)[["authors_ppg", "e_auxiliary_2"]])}
     known |= {verdict(readmes_run(1)[x], readmes_run(1)[y]) for x, y in itertools.permutations(readmes_run(1).index, 2)}
     known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "PPO on the H200"))))
@@ -106,8 +106,7 @@ def test_what_is_known():
             groups = [[seeds(name, game, int(first), int(last)) for name in names] for game in header[1:]]
             assert cells == [f"{verdict(x, y)} ({len(x)}, {len(y)})" for x, y in groups], where
             known.update(verdict(x, y) for x, y in groups)
-    assert {*map(tuple, table("five seeds each"))} < {*map(tuple, compared := table("five seeds each", PAGE))}
-    for names, *cells in compared[1:]:
+    for names, *cells in table("five seeds each")[1:]:
         differences = [verdict(*one_level(names, game)) for game in ("starpilot", "dodgeball", "ninja")]
         assert cells == differences, names
         known.update(differences)
@@ -116,7 +115,7 @@ def test_what_is_known():
     assert not [x for x in intervals if x not in " ".join(known)]
     assert re.findall("ahead|behind|undecided|alike", README + TEXT) == ["undecided"]
     undecided = re.findall(r"\[(\S+), (\S+)\]", README.split("undecided")[1].split(". ")[0])
-    assert all(float(low) < 0 < float(high) for low, high in undecided) and len(undecided) == 2
+    assert all(float(low) < 0 < float(high) for low, high in undecided) and len(undecided) == 1
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
     assert f"{verdict(x + seeds(list(NAMES)[-1], 'starpilot', 25, 40), y)} (11, 3)" in PAGE_WORDS
@@ -144,7 +143,7 @@ def test_readmes_run():
         assert name in re.sub("[- ]", "_", what.lower().replace("'", "")) and cells[0] == values[name]
         assert cells[1:] == [verdict(x[name], x.e_auxiliary_2) for x in (ends, means)]
     assert all(values[name] in text for name in ("e_auxiliary_0", "e_auxiliary_2", "ppo") for text in (README, PAGE))
-    assert f"bring {np.mean(ends.e_auxiliary_2) - np.mean(ends.e_auxiliary_0):.2f}" in README
+    assert f"lose {verdict(ends.authors_ppg, ends.e_auxiliary_2)[-5:-1]} of what" in TEXT_WORDS
 
 
 def test_every_late_beginning():
@@ -158,7 +157,7 @@ def test_every_late_beginning():
             assert chance == f"{16 / math.comb(ppg.shape[1] + 3, 3):.1g}"
             below, above = ppg.max(axis=1) < ppo.min(axis=1), ppg.min(axis=1) > ppo.max(axis=1)
             assert cell == f"{sum(below)} ({sum(above)})", (setting, block)
-        assert setting != settings[0] or f"of PPO on {sum(above)} of 16 games" in README
+        assert setting != settings[0] or f"on [{sum(above)} of 16 games]" in README
     stands = []  # ours: lower than theirs among the runs of PPO, could be, higher, could be
     for where, *cells in table("signs, N_π", PAGE)[1:]:
         game, n_pi, *window = re.match(r"(\w+), N_π (\d+), (\d+)–(\d+)", where).groups()
