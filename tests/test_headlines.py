@@ -36,7 +36,8 @@ NAMES = {  # of the runs in a column of the tables
 }
 LEVELS = [pd.read_csv(RESULTS / x / "metrics.csv.gz", index_col="iteration") for x in ("small", "earlier", "late")]
 RUNS |= dict(iter(LEVELS[2].groupby("run"))) | {f"earlier_{run}": rows for run, rows in LEVELS[1].groupby("run")}
-BLOCKS = (17, 31), (33, 47), (49, 61), (81, 96), (113, 128), (161, 176)
+BLOCKS = (17, 31), (25, 40), (33, 47), (49, 61), (81, 96), (113, 128), (161, 176)
+STEPS = {f"{(first - 1) * 0.016384:.1f}–{last * 0.016384:.1f}M": (first, last) for first, last in BLOCKS}
 ONE_LEVEL = {"single network": "ppg_detach", "CleanRL's": "cleanrl", "two networks": "ppg_procgen", "our PPO": "ppo"}
 
 
@@ -100,10 +101,10 @@ def test_what_is_known():
         assert when != "33–48" or max(values[0]) < min(values[1])
         known.update(differences)
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
-    for header, *rows in (table("difference, iterations | bigfish"), table("difference, iterations | starpilot")):
+    for header, *rows in (table("difference, steps | bigfish"), table("difference, steps | starpilot")):
         for where, *cells in rows:
-            *names, first, last = re.match(r"(.+) - (.+), (\d+)–(\d+)", where).groups()
-            groups = [[seeds(name, game, int(first), int(last)) for name in names] for game in header[1:]]
+            *names, steps = re.match(r"(.+) - (.+), (.+)", where).groups()
+            groups = [[seeds(name, game, *STEPS[steps]) for name in names] for game in header[1:]]
             assert cells == [f"{verdict(x, y)} ({len(x)}, {len(y)})" for x, y in groups], where
             known.update(verdict(x, y) for x, y in groups)
     for names, *cells in table("five seeds each")[1:]:
@@ -169,13 +170,12 @@ def test_every_late_beginning():
         theirs, ours = (int(min(x) > max(y)) - int(max(x) < min(y)) for x, y in pairs)
         stands.append([ours < theirs, theirs > -1, ours > theirs, theirs < 1])
     assert np.sum(stands, 0).tolist() == [8, 11, 0, 4] and len(stands) == 13
-    windows = {f"{(a - 1) * 0.016384:.1f}–{b * 0.016384:.1f}M": (a, b) for a, b in BLOCKS}
     names = {"32": ("authors' PPG", "PPG, single network"), "8": ("authors' PPG, N_π 8", "the same, N_π 8")}
     names["32, two networks"] = "authors' PPG, two networks", "PPG, two networks"
     for text, end in ((README, None), (TEXT, -1)):
         header, *rows = table("game, N_π |", text)
         for (where, *cells), k in itertools.product(rows, range(1, len(header[:end]))):
-            (game, n_pi), window = where.split(", ", 1), windows[header[k]]
+            (game, n_pi), window = where.split(", ", 1), STEPS[header[k]]
             theirs, ours, *ppo = (seeds(x, game, *window) for x in (*names[n_pi], "our PPO", "published PPO"))
             ppg, ppo = theirs + ours, sum(ppo, [])
             stands = ppg and ("below" if max(ppg) < min(ppo) else "above" if min(ppg) > max(ppo) else "among")
@@ -187,10 +187,11 @@ def test_every_late_beginning():
 
 def test_n_pi():
     scores = scores_by_n_pi().groupby(["setting", "iterations"]).score.agg(["min", "max", "count"])
-    [header, *rows] = table("setting | 32")
+    [header, *rows] = table("setting | 1–2M")
+    blocks = [16 * round(int(cell.split("–")[1][:-1]) / 1.048576) for cell in header[1:]]
     for name, *cells in rows:
         setting = {"PPO": "ppo", "single": "ppg_single"}.get(name.split()[0], f"ppg_{'_'.join(name.split()[:2])}")
-        spans = scores.loc[setting.replace("π", "pi").lower()].loc[[int(cell.replace(",", "")) for cell in header[1:]]]
+        spans = scores.loc[setting.replace("π", "pi").lower()].loc[blocks]
         assert cells == ["–".join(f"{x:.3f}" for x in sorted({x.min, x.max})) for x in spans.itertuples()]
         assert set(spans["count"]) == {6 if "six runs" in name else 3 if "three runs" in name else 1}
     default = scores.loc["ppg_n_pi_32"]

@@ -36,8 +36,10 @@ def draw_n_pi(rows: pd.DataFrame) -> plt.Figure:
     look = {"hue_order": settings, "palette": colors, "errorbar": ("pi", 100)}
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained")
     for ax, y, base in zip(axes, ["score", "difference from N_π 32"], [0, rows.iterations.map(default)], strict=True):
-        sns.lineplot(x=rows.iterations, y=rows.score - base, hue=rows.setting, ax=ax, legend=ax is axes[0], **look)
-        ax.set(ylabel=y, xscale="log", xlim=(16, 1520), xticks=2 ** np.arange(4, 11), xticklabels=2 ** np.arange(4, 11))
+        x = (rows.iterations * 2**16).rename("steps")
+        sns.lineplot(x=x, y=rows.score - base, hue=rows.setting, ax=ax, legend=ax is axes[0], **look)
+        ticks = [1e6, 2e6, 4e6, 8e6, 16e6, 32e6, 64e6]
+        ax.set(ylabel=y, xscale="log", xlim=(1e6, 1e8), xticks=ticks, xticklabels=map(EngFormatter(sep=""), ticks))
     return fig
 
 
@@ -61,7 +63,7 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
     sns.lineplot(rows, errorbar=None, lw=2, marker="o", markersize=4, ax=axes[0], **look)
     for ax, width, end, limits in zip(axes, (0.5, 1), (0.9e6, 3.1e6), ((0.6, 1.6), (0, 10)), strict=True):
         sns.lineplot(rows, units="run", estimator=None, lw=width, legend=False, ax=ax, **look)
-        ax.set(xlabel="steps", ylabel="return, mean of 16 iterations", xlim=(0, end), ylim=limits)
+        ax.set(xlabel="steps", ylabel="return, mean of 0.26M steps", xlim=(0, end), ylim=limits)
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     fig.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3, frameon=False)
     axes[0].get_legend().remove()
