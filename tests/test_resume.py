@@ -107,7 +107,6 @@ def test_thirty_kills_at_random_moments(tmp_path, start_ranks, num_ranks, second
             if (run_dir / "checkpoint.pt").exists() and saved_iteration(run_dir) > 0:
                 assert len(read_rows(run_dir)) - saved_iteration(run_dir) in range(5), "more than a phase is done again"
         check_same(run_dir, whole)
-    print(f"{kills} kills of {number} runs, the same weights and metrics")
 
 
 def test_ctrl_c_and_a_run_folder_that_moves(tmp_path, trained, start):
