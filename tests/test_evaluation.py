@@ -183,9 +183,7 @@ def test_a_run_is_evaluated(evaluated, tmp_path, capsys):
     assert again["return"].tolist() == episodes["return"].tolist()[:4]
 
 
-def test_agents_on_the_same_levels_are_paired_in_a_table_that_the_report_reads(
-    evaluated, tmp_path, monkeypatch, capsys
-):
+def test_agents_on_the_same_levels_are_paired_and_reported(evaluated, tmp_path, monkeypatch, capsys):
     _, run_dir, _ = evaluated
     (tmp_path / "other").mkdir()
     for name in ("args.json", "agent.pt"):

@@ -18,7 +18,6 @@ RESULTS = ROOT / "benchmark" / "results"
 FILES = RESULTS / "README.md", RESULTS / "page" / "runs.md", ROOT / "README.md"
 TEXT, PAGE, README = (file.read_text().replace("−", "-") for file in FILES)
 TEXT_WORDS, PAGE_WORDS = (" ".join(text.split()) for text in (TEXT, PAGE))
-RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in sorted(RESULTS.glob("p*/metrics.csv"))}
 PUBLISHED = pd.read_csv(report.REFERENCE / "ppo_easy_updates.csv.gz")  # PPO, to update 160
 WINDOWS = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
 RETURN = "charts/mean_return_100"
@@ -29,16 +28,27 @@ NAMES = {  # of the runs in a column of the tables
     "authors' PPG, N_π 8": "authors_ppg_n8_{}_.",
     "our PPG": "ppg_detach_cpu_{}_.",
     "the same, N_π 8": "ppg_(detach_n8_cpu|detach_n8_h200|n8)_{}_.",
-    "PPG on the H200": "ppg_detach_n8_h200_{}_.",
-    "PPO on the H200": "ppo_h200_{}_.",
     "our PPO": r"ppo_(cpu_|h200_)?{}_\d+",
+    "our PPG, N_π 8, H200": "ppg_detach_n8_h200_{}_.",  # and in differences.csv
+    "our PPO, N_π 8, H200": "ppo_h200_{}_.",
+    "our PPG, one level, N_π 4": "e_auxiliary_2__.",
+    "authors' PPG, one level, N_π 4": "authors_ppg__.",
+    "our PPO, one level, N_π 4": "ppo__.",
+    "our PPG, one level, N_π 8": "{}__ppg_detach__.",
+    "our PPG, one level, N_π 8, two networks": r"{}__ppg_procgen__\d+",
+    "authors' PPG, one level, N_π 8, two networks": r"authors_dual_{}_level_\d+",
+    "CleanRL's PPG": "{}__cleanrl_ppg__.",
+    "our PPO, one level": "{}__ppo_procgen__.",
     "our PPO, TensorFlow's Adam": "earlier_ppo_{}_.*",
 }
-LEVELS = [pd.read_csv(RESULTS / x / "metrics.csv.gz", index_col="iteration") for x in ("small", "earlier", "late")]
-RUNS |= dict(iter(LEVELS[2].groupby("run"))) | {f"earlier_{run}": rows for run, rows in LEVELS[1].groupby("run")}
+RUNS = {file.parent.name: pd.read_csv(file, index_col="iteration") for file in sorted(RESULTS.glob("p*/metrics.csv"))}
+RUNS["e_auxiliary_2__1"] = pd.read_csv(RESULTS / "small" / "starpilot_level_0" / "metrics.csv", index_col="iteration")
+for file in sorted(RESULTS.rglob("metrics.csv.gz")):
+    rows = pd.read_csv(file, index_col="iteration").groupby("run")
+    RUNS |= {"earlier_" * (file.parent.name == "earlier") + run: x for run, x in rows}
 BLOCKS = (17, 31), (25, 40), (33, 47), (49, 61), (81, 96), (113, 128), (161, 176)
 STEPS = {f"{(first - 1) * 0.016384:.1f}–{last * 0.016384:.1f}M": (first, last) for first, last in BLOCKS}
-ONE_LEVEL = {"single network": "ppg_detach", "CleanRL's": "cleanrl", "two networks": "ppg_procgen", "our PPO": "ppo"}
+STEPS |= {"0.52–0.79M": (33, 48), "32,768": (31, 32), "65,536": (64, 64)}
 
 
 def table(beginning: str, text: str = TEXT) -> list[list[str]]:
@@ -47,16 +57,19 @@ def table(beginning: str, text: str = TEXT) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in [header, *rows]]
 
 
-def seeds(name: str, env_id: str, first: int, last: int) -> list[float]:
-    """The mean return of each run over these iterations; none of a run that ends before."""
+def seeds(name: str, env_id: str, first: int, last: int, column: str = RETURN) -> list[float]:
+    """The mean of each run over these iterations; none of a run that ends before. What NAMES lack in a name is cut."""
+    name = name.split(" (")[0]
+    while name not in NAMES and ", " in name:
+        name = name.rpartition(", ")[0]
     if name == "published PPO" and last > 160:  # here a row is the mean of 16 iterations
         return WINDOWS[(WINDOWS.env_id == env_id) & (WINDOWS.global_step == 16_384 * last)].episodic_return.tolist()
     if name == "published PPO":
         rows = PUBLISHED[(PUBLISHED.env_id == env_id) & PUBLISHED.nupdates.between(first, last)]
         return rows.groupby("run").eprewmean.mean().tolist()
-    pattern = NAMES.get(name.split(" (")[0], name).format(env_id)
+    pattern = NAMES.get(name, name).format(env_id)
     runs = [run for run in RUNS if re.fullmatch(pattern, run) and RUNS[run].index.max() >= last]
-    return [RUNS[run].loc[first:last, RETURN].mean() for run in runs]
+    return [RUNS[run].loc[first:last, column].mean() for run in runs]
 
 
 def verdict(x: list[float], y: list[float]) -> str:
@@ -75,23 +88,20 @@ def span(values: list[float]) -> str:
     return f"{(' to ' if min(values) < 0 else '–').join(ends)} ({len(values)})" if values else "–"
 
 
-def one_level(names: str, env_id: str, column: str = RETURN) -> list[list[float]]:
-    """The values of the runs of both names, "a - b", in the last two of 32 iterations on one level."""
-    rows = pd.concat(LEVELS).query("31 <= iteration <= 32").groupby("run")[column].mean()
-    return [rows[rows.index.str.startswith(f"{env_id}__{ONE_LEVEL[name]}")].tolist() for name in names.split(" - ")]
-
-
 def test_what_is_known():
-    level = readmes_run(1)[["authors_ppg", "e_auxiliary_2", "ppo"]].tolist()
-    dual = [seeds(r"authors_dual_{}_level_\d+", "starpilot", 31, 32), *one_level("two networks - our PPO", "starpilot")]
-    bigfish = [seeds(x, "bigfish", 33, 48) for x in ("authors' PPG, N_π 8", "PPG on the H200", "PPO on the H200")]
-    direct = [[*map(span, x), verdict(x[1], x[0])] for x in (level, dual, bigfish)]
-    assert [x[2:6] for x in table("run | steps")[1:]] == direct
-    known = {*(x[-1] for x in direct), verdict(*readmes_run(16)[["e_auxiliary_2", "authors_ppg"]])}
-    known |= {verdict(readmes_run(1)[x], readmes_run(1)[y]) for x, y in itertools.permutations(readmes_run(1).index, 2)}
-    known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "PPO on the H200"))))
+    known = {}
+    for row in pd.read_csv(RESULTS / "page" / "differences.csv").itertuples():
+        x, y = (seeds(f"{name}, {row.setting}", row.game, *STEPS[row.steps]) for name in (row.a, row.b))
+        known[row.game, row.setting, row.steps, row.a, row.b] = verdict(x, y)
+        assert verdict(x, y).split(", p")[0] == f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
+        assert (len(x), len(y)) == (row.runs_of_a, row.runs_of_b)
+    assert [x[0] for name, x in known.items() if name[4] == "CleanRL's PPG"].count("-") == 5
+    *_, last, first, second = (x for name, x in known.items() if name[3:] == ("our PPG", "authors' PPG"))
+    assert [x[3] for x in table("training | runs")[1:]] == [first, second, last]
+    known = {*known.values(), *(verdict(x, y) for k in (1, 16) for x, y in itertools.permutations(readmes_run(k), 2))}
+    known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "our PPO, N_π 8, H200"))))
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
-    names = ["PPG on the H200", "PPO on the H200", "published PPO"]
+    names = ["our PPG, N_π 8, H200", "our PPO, N_π 8, H200", "published PPO"]
     for when, *cells in table("iterations | runs", PAGE)[1:]:
         values = [seeds(name, "bigfish", *map(int, when.split("–"))) for name in names]
         *differences, last = [verdict(x, y) for x, y in itertools.combinations(values, 2)]
@@ -100,19 +110,12 @@ def test_what_is_known():
         assert when != "33–48" or max(values[0]) < min(values[1])
         known.update(differences)
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
-    for header, *rows in (table("difference, steps | bigfish"), table("difference, steps | starpilot")):
-        for where, *cells in rows:
-            *names, steps = re.match(r"(.+) - (.+), (.+)", where).groups()
-            groups = [[seeds(name, game, *STEPS[steps]) for name in names] for game in header[1:]]
-            assert cells == [f"{verdict(x, y)} ({len(x)}, {len(y)})" for x, y in groups], where
-            known.update(verdict(x, y) for x, y in groups)
-    for names, *cells in table("five seeds each", PAGE)[1:]:
-        differences = [verdict(*one_level(names, game)) for game in ("starpilot", "dodgeball", "ninja")]
-        assert cells == differences, names
-        known.update([*differences, verdict(*one_level(names, "starpilot", "charts/episodic_return"))])
+    for name in ("our PPG, one level, N_π 8", "our PPG, one level, N_π 8, two networks", "CleanRL's PPG"):
+        x, y = (seeds(x, "starpilot", 31, 32, "charts/episodic_return") for x in (name, "our PPO, one level"))
+        assert f"{name.replace(', one level, N_π 8', '')}: {verdict(x, y)}" in PAGE_WORDS
+        known.add(verdict(x, y))
     older = seeds("earlier_one_level_{}__ppg_procgen__.", "starpilot", 31, 32)
-    known |= {verdict(dual[0], dual[2]), verdict(older, *one_level("CleanRL's", "starpilot"))}
-    assert sum(x[0] == "-" for name, *row in table("five seeds each", PAGE) for x in row if "- CleanRL" in name) == 5
+    known.add(verdict(older, seeds("CleanRL's PPG", "starpilot", 31, 32)))
     parts = PAGE_WORDS.split("## bigfish by")[1].split("|")[0], PAGE_WORDS.split("## One level")[1].split("## Our")[0]
     intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", " ".join([README, TEXT_WORDS, *parts]))
     assert not [x for x in intervals if x not in " ".join(known)]
@@ -134,9 +137,8 @@ def test_returns_of_each_run():
 
 
 def readmes_run(last: int) -> pd.Series:
-    data = pd.concat(map(pd.read_csv, (RESULTS / "small").glob("*/metrics.*"))).fillna({"run": "e_auxiliary_2__1"})
-    means = data[data.iteration > 64 - last].groupby("run")[RETURN].mean()
-    return means.groupby(lambda run: run.split("__")[0]).agg(list)
+    names = "authors_ppg", "e_auxiliary_0", "e_auxiliary_2", "e_policy_3", "n_iteration_16", "ppo"
+    return pd.Series({name: seeds(f"{name}__.", "", 65 - last, 64) for name in names})
 
 
 def test_readmes_run():
@@ -145,7 +147,8 @@ def test_readmes_run():
     for (what, *cells), name in zip(table("README's run", PAGE)[2:], ends.index.drop("e_auxiliary_2"), strict=True):
         assert name in re.sub("[- ]", "_", what.lower().replace("'", "")) and cells[0] == values[name]
         assert cells[1:] == [verdict(x[name], x.e_auxiliary_2) for x in (ends, means)]
-    assert f"bring {np.mean(ends.e_auxiliary_2) - np.mean(ends.e_auxiliary_0):+.2f}." in README
+    ours, without, theirs = ends[["e_auxiliary_2", "e_auxiliary_0", "authors_ppg"]].map(np.mean)
+    assert f"ours ends at {ours:.2f}, theirs at {theirs:.2f}. " in README and f"bring {ours - without:+.2f}." in README
     assert all(values[name] in text for name in ("e_auxiliary_0", "e_auxiliary_2", "ppo") for text in (README, PAGE))
 
 
@@ -156,7 +159,7 @@ def test_every_late_beginning():
     curves["block"] = np.ceil(curves.global_step / 2**20).astype(int)  # 16 iterations
     rows = curves.groupby(["block", "env_id", "algorithm", "run"]).episodic_return.mean().unstack([2, 3])
     settings = ["ppg", "ppg_e_aux_6", "ppg_e_pi_1", "ppg_n_pi_32"], "ppg_single", "ppg_n_pi_8"
-    for (_, chance, *cells), setting in zip(table("16 hard games")[1:], settings, strict=True):
+    for (_, chance, *cells), setting in zip(table("16 hard games", PAGE)[1:], settings, strict=True):
         for block, cell in zip([2, 3, 4, 6, 10, 95], cells, strict=True):
             ppg, ppo = rows.loc[block, setting], rows.loc[block, ["ppo", "hard0"]]
             assert chance == f"{16 / math.comb(ppg.shape[1] + 6, 6):.1g}"
@@ -175,7 +178,7 @@ def test_every_late_beginning():
         stands.append([ours < theirs, theirs > -1, ours > theirs, theirs < 1])
     assert np.sum(stands, 0).tolist() == [8, 11, 0, 4] and len(stands) == 13
     names = {"32": ("authors' PPG", "PPG, single network"), "8": ("authors' PPG, N_π 8", "the same, N_π 8")}
-    names["32, two networks"] = "authors' PPG, two networks", "PPG, two networks"
+    names["32, two networks"] = "none", "PPG, two networks"
     header, *rows = table("game, N_π |", PAGE)
     for (where, *cells), k in itertools.product(rows, range(1, len(header) - 1)):
         (game, n_pi), window = where.split(", ", 1), STEPS[header[k]]

@@ -135,9 +135,7 @@ def test_every_flag_is_tested():
         assert set(script.Args.may_vary.split()) == (free & names) | {"run_dir", "resume"}
 
 
-@pytest.mark.parametrize(
-    "script, flag", [*((ppg_procgen, flag) for flag in FLAGS), *((ppo_procgen, flag) for flag in PPO_FLAGS)]
-)
+@pytest.mark.parametrize("script, flag", [(ppg_procgen, x) for x in FLAGS] + [(ppo_procgen, x) for x in PPO_FLAGS])
 def test_flag_changes_the_run(trained, script, flag):
     extra = {"start_level": {"num_levels": 1}, "clip_vloss": {"clip_coef": 1e-3}}.get(flag, {})
     value = FLAGS[flag] if script is ppg_procgen else PPO_FLAGS[flag]

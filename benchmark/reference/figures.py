@@ -1,9 +1,10 @@
-"""Three pictures:
+"""Four pictures:
 
     python -m benchmark.reference.figures
 
 benchmark/reference/figure2.png is Figure 2 of the PPG paper: 16 hard games, 100M steps. benchmark/results/page/n_pi.png
-has the mean score over these games for each N_pi, bigfish_seeds.png our runs on bigfish beside published ones.
+has the mean score over these games for each N_pi, bigfish_seeds.png our runs on bigfish beside published ones,
+differences.png the intervals of differences.csv, which tests/test_headlines.py computes from the runs.
 """
 
 import matplotlib.pyplot as plt
@@ -70,9 +71,37 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
     return fig
 
 
+def draw_differences(rows: pd.DataFrame) -> plt.Figure:
+    """A row for each training: left, ours minus theirs; right, PPG minus PPO. Colors tell whose, or whose PPG."""
+    labels = rows.game + ", " + rows.setting + ":  " + rows.steps
+    places = {label: -place - ("one level" in label) for place, label in enumerate(labels.unique())}
+    colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
+    colors = {whose: COLORS[name] for whose, name in colors.items()}
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), layout="constrained", sharey=True)
+    same = rows.a.str[-3:] == rows.b.str[-3:]
+    for ax, title, part in zip(axes, ("ours − theirs", "PPG − PPO"), (rows[same], rows[~same]), strict=True):
+        for label, group in part.groupby(labels):
+            for k, row in enumerate(group.itertuples()):
+                color = colors[(row.b if title == "ours − theirs" else row.a).split()[0]]
+                face = "white" if row.b == "published PPO" else color
+                ends = [[row.difference - row.low], [row.high - row.difference]]
+                y = places[label] + 0.2 * ((len(group) - 1) / 2 - k)
+                ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3.5, lw=1, color=color, mfc=face)
+        ax.axvline(0, color="black", lw=0.6)
+        ax.set(title=title, xlim=(-4, 4), xlabel="difference of mean returns")
+        axes[0].set_yticks(list(places.values()), list(places))
+    handles = [plt.Line2D([], [], marker="o", ms=3.5, lw=1, color=color) for color in colors.values()]
+    handles[-1].set_markerfacecolor("white")
+    names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO"
+    fig.legend(handles, names, loc="outside upper center", ncols=4, frameon=False)
+    return fig
+
+
 if __name__ == "__main__":
     curves = load_references(("ppg", "ppo"))
     figure2 = draw_curves(curves[curves.source == AUTHORS], "global_step", 100e6, "Environment steps")
     figure2.savefig(REFERENCE / "figure2.png", dpi=200, bbox_inches="tight")
     draw_n_pi(scores_by_n_pi()).savefig(RESULTS / "page" / "n_pi.png", dpi=200, bbox_inches="tight")
     draw_bigfish(bigfish_blocks()).savefig(RESULTS / "page" / "bigfish_seeds.png", dpi=200)
+    rows = pd.read_csv(RESULTS / "page" / "differences.csv")
+    draw_differences(rows).savefig(RESULTS / "page" / "differences.png", dpi=200)
