@@ -29,8 +29,8 @@ NAMES = {  # of the runs in a column of the tables
     "our PPG": "ppg_detach_cpu_{}_.",
     "the same, N_π 8": "ppg_(detach_n8_cpu|detach_n8_h200|n8)_{}_.",
     "our PPO": r"ppo_(cpu_|h200_)?{}_\d+",
-    "our PPG, N_π 8, H200": "ppg_detach_n8_h200_{}_.",  # and in differences.csv
-    "our PPO, N_π 8, H200": "ppo_h200_{}_.",
+    "our PPG, N_π 8": "ppg_detach_n8_h200_{}_.",  # and in differences.csv
+    "our PPO, N_π 8": "ppo_h200_{}_.",
     "our PPG, one level, N_π 4": "e_auxiliary_2__.",
     "authors' PPG, one level, N_π 4": "authors_ppg__.",
     "our PPO, one level, N_π 4": "ppo__.",
@@ -99,9 +99,9 @@ def test_what_is_known():
     *_, last, first, second = (x for name, x in known.items() if name[3:] == ("our PPG", "authors' PPG"))
     assert [x[3] for x in table("training | runs")[1:]] == [first, second, last]
     known = {*known.values(), *(verdict(x, y) for k in (1, 16) for x, y in itertools.permutations(readmes_run(k), 2))}
-    known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "our PPO, N_π 8, H200"))))
+    known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "our PPO, N_π 8"))))
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
-    names = ["our PPG, N_π 8, H200", "our PPO, N_π 8, H200", "published PPO"]
+    names = ["our PPG, N_π 8", "our PPO, N_π 8", "published PPO"]
     for when, *cells in table("iterations | runs", PAGE)[1:]:
         values = [seeds(name, "bigfish", *map(int, when.split("–"))) for name in names]
         *differences, last = [verdict(x, y) for x, y in itertools.combinations(values, 2)]

@@ -77,7 +77,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     places = {label: -place - ("one level" in label) for place, label in enumerate(labels.unique())}
     colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
     colors = {whose: COLORS[name] for whose, name in colors.items()}
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 5.6), layout="constrained", sharey=True)
     same = rows.a.str[-3:] == rows.b.str[-3:]
     for ax, title, part in zip(axes, ("ours − theirs", "PPG − PPO"), (rows[same], rows[~same]), strict=True):
         for label, group in part.groupby(labels):
@@ -85,12 +85,15 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
                 color = colors[(row.b if title == "ours − theirs" else row.a).split()[0]]
                 face = "white" if row.b == "published PPO" else color
                 ends = [[row.difference - row.low], [row.high - row.difference]]
-                y = places[label] + 0.2 * ((len(group) - 1) / 2 - k)
-                ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3.5, lw=1, color=color, mfc=face)
+                y = places[label] + 0.21 * ((len(group) - 1) / 2 - k)
+                ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face)
         ax.axvline(0, color="black", lw=0.6)
-        ax.set(title=title, xlim=(-4, 4), xlabel="difference of mean returns")
-        axes[0].set_yticks(list(places.values()), list(places))
-    handles = [plt.Line2D([], [], marker="o", ms=3.5, lw=1, color=color) for color in colors.values()]
+        ax.set(title=title, xlabel="difference of mean returns", xlim=(-8, 8))
+        ax.set_xscale("symlog", linthresh=0.2)
+        ax.minorticks_off()
+        ax.set_xticks(ticks := [-5, -1, -0.2, 0, 0.2, 1, 5], [f"{x:g}" for x in ticks])
+    axes[0].set_yticks(list(places.values()), list(places))
+    handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in colors.values()]
     handles[-1].set_markerfacecolor("white")
     names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO"
     fig.legend(handles, names, loc="outside upper center", ncols=4, frameon=False)
