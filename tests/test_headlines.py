@@ -148,7 +148,7 @@ def test_readmes_run():
         assert name in re.sub("[- ]", "_", what.lower().replace("'", "")) and cells[0] == values[name]
         assert cells[1:] == [verdict(x[name], x.e_auxiliary_2) for x in (ends, means)]
     ours, without, theirs = ends[["e_auxiliary_2", "e_auxiliary_0", "authors_ppg"]].map(np.mean)
-    assert f"ours ends at {ours:.2f}, theirs at {theirs:.2f}. " in README and f"bring {ours - without:+.2f}." in README
+    assert f"ours ends at {ours:.2f}, theirs at {theirs:.2f}. " in README and f"bring {ours - without:+.2f}.) " in README
     assert all(values[name] in text for name in ("e_auxiliary_0", "e_auxiliary_2", "ppo") for text in (README, PAGE))
 
 

@@ -73,7 +73,7 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
 
 def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     """A row for each training: left, ours minus theirs; right, PPG minus PPO. Colors tell whose, or whose PPG."""
-    labels = rows.game + ", " + rows.setting + ":  " + rows.steps
+    labels = rows.game + ", " + rows.setting + ":  " + rows.steps + " steps"
     places = {label: -place - ("one level" in label) for place, label in enumerate(labels.unique())}
     colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
     colors = {whose: COLORS[name] for whose, name in colors.items()}
@@ -88,7 +88,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
                 y = places[label] + 0.21 * ((len(group) - 1) / 2 - k)
                 ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face)
         ax.axvline(0, color="black", lw=0.6)
-        ax.set(title=title, xlabel="difference of mean returns", xlim=(-8, 8))
+        ax.set(title=title, xlabel="difference of returns", xlim=(-8, 8))
         ax.set_xscale("symlog", linthresh=0.2)
         ax.minorticks_off()
         ax.set_xticks(ticks := [-5, -1, -0.2, 0, 0.2, 1, 5], [f"{x:g}" for x in ticks])
