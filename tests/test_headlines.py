@@ -20,7 +20,6 @@ TEXT, PAGE, README = (file.read_text().replace("−", "-") for file in FILES)
 TEXT_WORDS, PAGE_WORDS = (" ".join(text.split()) for text in (TEXT, PAGE))
 PUBLISHED = pd.read_csv(report.REFERENCE / "ppo_easy_updates.csv.gz")  # PPO, to update 160
 WINDOWS = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
-RETURN = "charts/mean_return_100"
 NAMES = {  # of the runs in a column of the tables
     "PPG, two networks": "ppg_{}_1",
     "PPG, single network": "ppg_detach_(cpu_)?{}_.",
@@ -57,7 +56,7 @@ def table(beginning: str, text: str = TEXT) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in [header, *rows]]
 
 
-def seeds(name: str, env_id: str, first: int, last: int, column: str = RETURN) -> list[float]:
+def seeds(name: str, env_id: str, first: int, last: int, column: str = "charts/mean_return_100") -> list[float]:
     """The mean of each run over these iterations; none of a run that ends before. What NAMES lack in a name is cut."""
     name = name.split(" (")[0]
     while name not in NAMES and ", " in name:
@@ -99,7 +98,8 @@ def test_what_is_known():
     *_, last, first, second = (x for name, x in known.items() if name[3:] == ("our PPG", "authors' PPG"))
     assert [x[3] for x in table("training | runs")[1:]] == [first, second, last]
     known = {*known.values(), *(verdict(x, y) for k in (1, 16) for x, y in itertools.permutations(readmes_run(k), 2))}
-    known.add(verdict(*(seeds(x, "bigfish", 49, 64) for x in ("ppg_detach_n8_h200_{}_[456]", "our PPO, N_π 8"))))
+    for k, name in ((33, "ppo_h200_{}_[456]"), (49, "our PPO, N_π 8")):
+        known.add(verdict(*(seeds(x, "bigfish", k, k + 15) for x in ("ppg_detach_n8_h200_{}_[456]", name))))
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
     names = ["our PPG, N_π 8", "our PPO, N_π 8", "published PPO"]
     for when, *cells in table("iterations | runs", PAGE)[1:]:
@@ -114,8 +114,8 @@ def test_what_is_known():
         x, y = (seeds(x, "starpilot", 31, 32, "charts/episodic_return") for x in (name, "our PPO, one level"))
         assert f"{name.replace(', one level, N_π 8', '')}: {verdict(x, y)}" in PAGE_WORDS
         known.add(verdict(x, y))
-    older = seeds("earlier_one_level_{}__ppg_procgen__.", "starpilot", 31, 32)
-    known.add(verdict(older, seeds("CleanRL's PPG", "starpilot", 31, 32)))
+    for runs in ("{}__ppg_procgen__[1-5]", "{}__ppg_procgen__([6-9]|10)", ".*el_{}__ppg_pro.*", "authors_dual.*"):
+        known.add(verdict(*(seeds(x, "starpilot", 31, 32) for x in (runs, "CleanRL's PPG"))))
     parts = PAGE_WORDS.split("## bigfish by")[1].split("|")[0], PAGE_WORDS.split("## One level")[1].split("## Our")[0]
     intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", " ".join([README, TEXT_WORDS, *parts]))
     assert not [x for x in intervals if x not in " ".join(known)]
@@ -148,7 +148,7 @@ def test_readmes_run():
         assert name in re.sub("[- ]", "_", what.lower().replace("'", "")) and cells[0] == values[name]
         assert cells[1:] == [verdict(x[name], x.e_auxiliary_2) for x in (ends, means)]
     ours, without, theirs = ends[["e_auxiliary_2", "e_auxiliary_0", "authors_ppg"]].map(np.mean)
-    assert f"ours ends at {ours:.2f}, theirs at {theirs:.2f}. " in README and f"bring {ours - without:+.2f}.) " in README
+    assert f"ours ends at {ours:.2f}, theirs at {theirs:.2f} (phases bring {ours - without:+.2f})." in README
     assert all(values[name] in text for name in ("e_auxiliary_0", "e_auxiliary_2", "ppo") for text in (README, PAGE))
 
 
@@ -165,7 +165,8 @@ def test_every_late_beginning():
             assert chance == f"{16 / math.comb(ppg.shape[1] + 6, 6):.1g}"
             below, above = ppg.max(axis=1) < ppo.min(axis=1), ppg.min(axis=1) > ppo.max(axis=1)
             assert cell == f"{sum(below)} ({sum(above)})", (setting, block)
-        assert setting != settings[0] or f"on [{sum(above)} of 16 games]" in README
+        own = f"With theirs alone, on {sum(ppg.min(axis=1) > rows.loc[95, 'ppo'].max(axis=1))}."
+        assert setting != settings[0] or f"on [{sum(above)} of 16 games]" in README and own in TEXT_WORDS
     stands = []  # ours: lower than theirs among the runs of PPO, could be, higher, could be
     for where, *cells in table("signs, N_π", PAGE)[1:]:
         game, n_pi, *window = re.match(r"(\w+), N_π (\d+), (\d+)–(\d+)", where).groups()
@@ -179,8 +180,8 @@ def test_every_late_beginning():
     assert np.sum(stands, 0).tolist() == [8, 11, 0, 4] and len(stands) == 13
     names = {"32": ("authors' PPG", "PPG, single network"), "8": ("authors' PPG, N_π 8", "the same, N_π 8")}
     names["32, two networks"] = "none", "PPG, two networks"
-    header, *rows = table("game, N_π |", PAGE)
-    for (where, *cells), k in itertools.product(rows, range(1, len(header) - 1)):
+    header, *rows = table("game, N_π |")
+    for (where, *cells), k in itertools.product(rows, range(1, len(header))):
         (game, n_pi), window = where.split(", ", 1), STEPS[header[k]]
         theirs, ours, *ppo = (seeds(x, game, *window) for x in (*names[n_pi], "our PPO", "published PPO"))
         ppg, ppo = theirs + ours, sum(ppo, [])

@@ -89,9 +89,9 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
                 ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face)
         ax.axvline(0, color="black", lw=0.6)
         ax.set(title=title, xlabel="difference of returns", xlim=(-8, 8))
-        ax.set_xscale("symlog", linthresh=0.2)
+        ax.set_xscale("symlog", linthresh=1)
         ax.minorticks_off()
-        ax.set_xticks(ticks := [-5, -1, -0.2, 0, 0.2, 1, 5], [f"{x:g}" for x in ticks])
+        ax.set_xticks(ticks := [-5, -1, 0, 1, 5], [f"{x:g}" for x in ticks])
     axes[0].set_yticks(list(places.values()), list(places))
     handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in colors.values()]
     handles[-1].set_markerfacecolor("white")
