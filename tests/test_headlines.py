@@ -33,10 +33,12 @@ NAMES = {  # of the runs in a column of the tables
     "our PPG, one level, N_π 4": "e_auxiliary_2__.",
     "authors' PPG, one level, N_π 4": "authors_ppg__.",
     "our PPO, one level, N_π 4": "ppo__.",
-    "our PPG, one level, N_π 8": "{}__ppg_detach__.",
+    "our PPG, one level, N_π 8": r"{}__ppg_detach__\d+",
+    "our PPG, one level, N_π 8, earlier code": "earlier_one_level_{}__ppg_detach__.",
     "our PPG, one level, N_π 8, two networks": r"{}__ppg_procgen__\d+",
+    "our PPG, one level, N_π 8, two networks, earlier code": "earlier_one_level_{}__ppg_procgen__.",
     "authors' PPG, one level, N_π 8, two networks": r"authors_dual_{}_level_\d+",
-    "CleanRL's PPG": "{}__cleanrl_ppg__.",
+    "CleanRL's PPG": r"{}__cleanrl_ppg__\d+",
     "our PPO, one level": "{}__ppo_procgen__.",
     "our PPO, TensorFlow's Adam": "earlier_ppo_{}_.*",
 }
@@ -94,12 +96,12 @@ def test_what_is_known():
         known[row.game, row.setting, row.steps, row.a, row.b] = verdict(x, y)
         assert verdict(x, y).split(", p")[0] == f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
         assert (len(x), len(y)) == (row.runs_of_a, row.runs_of_b)
-    assert [x[0] for name, x in known.items() if name[4] == "CleanRL's PPG"].count("-") == 5
+    lower = [name[1] for name, x in known.items() if name[3:] == ("our PPG", "CleanRL's PPG") and x[0] == "-"]
+    assert (len(lower), len([x for x in lower if "earlier" in x])) == (10, 5)
     *_, last, first, second = (x for name, x in known.items() if name[3:] == ("our PPG", "authors' PPG"))
     assert [x[3] for x in table("training | runs")[1:]] == [first, second, last]
     known = {*known.values(), *(verdict(x, y) for k in (1, 16) for x, y in itertools.permutations(readmes_run(k), 2))}
-    for k, name in ((33, "ppo_h200_{}_[456]"), (49, "our PPO, N_π 8")):
-        known.add(verdict(*(seeds(x, "bigfish", k, k + 15) for x in ("ppg_detach_n8_h200_{}_[456]", name))))
+    known |= {verdict(*(seeds(x + "_h200_{}_[456]", "bigfish", k, k + 15) for x in ("ppg.*", "ppo"))) for k in (33, 49)}
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
     names = ["our PPG, N_π 8", "our PPO, N_π 8", "published PPO"]
     for when, *cells in table("iterations | runs", PAGE)[1:]:
@@ -110,12 +112,10 @@ def test_what_is_known():
         assert when != "33–48" or max(values[0]) < min(values[1])
         known.update(differences)
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
-    for name in ("our PPG, one level, N_π 8", "our PPG, one level, N_π 8, two networks", "CleanRL's PPG"):
-        x, y = (seeds(x, "starpilot", 31, 32, "charts/episodic_return") for x in (name, "our PPO, one level"))
-        assert f"{name.replace(', one level, N_π 8', '')}: {verdict(x, y)}" in PAGE_WORDS
-        known.add(verdict(x, y))
-    for runs in ("{}__ppg_procgen__[1-5]", "{}__ppg_procgen__([6-9]|10)", ".*el_{}__ppg_pro.*", "authors_dual.*"):
-        known.add(verdict(*(seeds(x, "starpilot", 31, 32) for x in (runs, "CleanRL's PPG"))))
+    for pair in itertools.combinations(("our PPG{}, two networks", "our PPG{}", "CleanRL's PPG{}", "our PPO{}"), 2):
+        names = (name.format(", one level, N_π 8") for name in pair)
+        known.add(x := verdict(*(seeds(name, "starpilot", 31, 32, "charts/episodic_return") for name in names)))
+        assert f"{' - '.join(pair).replace('{}', '')}: {x}" in PAGE_WORDS
     parts = PAGE_WORDS.split("## bigfish by")[1].split("|")[0], PAGE_WORDS.split("## One level")[1].split("## Our")[0]
     intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", " ".join([README, TEXT_WORDS, *parts]))
     assert not [x for x in intervals if x not in " ".join(known)]
@@ -188,8 +188,10 @@ def test_every_late_beginning():
         stands = ppg and ("below" if max(ppg) < min(ppo) else "above" if min(ppg) > max(ppo) else "among")
         assert cells[k - 1] == (f"{stands} ({len(ours)}; {len(ppo)})" if ours else "–"), (where, header[k])
     for game in ("bigfish", "starpilot", "fruitbot"):
-        lead = np.mean(seeds("our PPO", game, 17, 31)) - np.mean(seeds("authors' PPG", game, 17, 31))
+        ppo, begin = (np.mean(seeds("our PPO", game, *x)) for x in ((17, 31), (3, 8)))
+        lead = ppo - np.mean(seeds("authors' PPG", game, 17, 31))
         assert f"{lead / (evaluate.RANGES.r_max - evaluate.RANGES.r_min)[game, 'easy']:.3f}" in TEXT
+        assert lead > (ppo - begin) / 2
 
 
 def test_n_pi():

@@ -197,16 +197,14 @@ def test_mistakes_in_a_notebook_are_refused(tmp_path, script, capsys):
 def test_arguments_are_frozen_and_those_of_the_paper_and_without_an_auxiliary_phase_are_possible():
     flags = re.search(r"`(--distribution-mode hard[^`]*)`", (ROOT / "README.md").read_text())[1]
     ppg_procgen.check(parse(ppg_procgen, *flags.split()))
-    args = Args(run_dir="run", num_aux_rollouts=3, e_auxiliary=0)
-    ppg_procgen.check(args)
+    ppg_procgen.check(args := Args(run_dir="run", num_aux_rollouts=3, e_auxiliary=0))
     with pytest.raises(FrozenInstanceError):
         args.ent_coef = 0.0
 
 
 def test_a_run_says_where_it_comes_from(script, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    args = parse(script, *as_flags(TINY | {"total_timesteps": 64, "seed": 5, "exp_name": "50%drop"}))
-    train(script, args)
+    train(script, args := parse(script, *as_flags(TINY | {"total_timesteps": 64, "seed": 5, "exp_name": "50%drop"})))
     [run_dir] = Path("runs").iterdir()
     assert re.fullmatch(r"chaser__50%drop__5__\d{8}-\d{6}", run_dir.name)
     about = json.loads((run_dir / "args.json").read_text())

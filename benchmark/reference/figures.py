@@ -73,20 +73,22 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
 
 def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     """A row for each training: left, ours minus theirs; right, PPG minus PPO. Colors tell whose, or whose PPG."""
-    labels = rows.game + ", " + rows.setting + ":  " + rows.steps + " steps"
+    labels = rows.game + ", " + rows.setting.str.replace(", earlier code", "") + ":  " + rows.steps + " steps"
     places = {label: -place - ("one level" in label) for place, label in enumerate(labels.unique())}
     colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
     colors = {whose: COLORS[name] for whose, name in colors.items()}
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 5.6), layout="constrained", sharey=True)
     same = rows.a.str[-3:] == rows.b.str[-3:]
-    for ax, title, part in zip(axes, ("ours − theirs", "PPG − PPO"), (rows[same], rows[~same]), strict=True):
+    sides = {"ours − theirs": rows[same & rows.a.str.startswith("our")], "PPG − PPO": rows[~same]}
+    for ax, (title, part) in zip(axes, sides.items(), strict=True):
         for label, group in part.groupby(labels):
             for k, row in enumerate(group.itertuples()):
                 color = colors[(row.b if title == "ours − theirs" else row.a).split()[0]]
+                alpha = 0.35 if "earlier" in row.setting else 1
                 face = "white" if row.b == "published PPO" else color
                 ends = [[row.difference - row.low], [row.high - row.difference]]
                 y = places[label] + 0.21 * ((len(group) - 1) / 2 - k)
-                ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face)
+                ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face, alpha=alpha)
         ax.axvline(0, color="black", lw=0.6)
         ax.set(title=title, xlabel="difference of returns", xlim=(-8, 8))
         ax.set_xscale("symlog", linthresh=1)
