@@ -90,15 +90,16 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
                 y = places[label] + 0.21 * ((len(group) - 1) / 2 - k)
                 ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face, alpha=alpha)
         ax.axvline(0, color="black", lw=0.6)
-        ax.set(title=title, xlabel="difference of returns", xlim=(-8, 8))
+        ax.set(title=title, xlim=(-8, 8))
         ax.set_xscale("symlog", linthresh=1)
         ax.minorticks_off()
         ax.set_xticks(ticks := [-5, -1, 0, 1, 5], [f"{x:g}" for x in ticks])
     axes[0].set_yticks(list(places.values()), list(places))
-    handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in colors.values()]
-    handles[-1].set_markerfacecolor("white")
-    names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO"
-    fig.legend(handles, names, loc="outside upper center", ncols=4, frameon=False)
+    fig.supxlabel("difference of returns, logarithmic beyond ±1", fontsize="medium")
+    handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in [*colors.values(), "#BBBBBB"]]
+    handles[-2].set_markerfacecolor("white")
+    names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO", "pale: earlier code"
+    fig.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
     return fig
 
 
