@@ -113,6 +113,7 @@ def test_what_is_known():
         assert when != "33–48" or max(values[0]) < min(values[1])
         known.update(differences)
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
+    known.add(verdict(*(seeds(name, "starpilot", 25, 32) for name in ("{}__ppg_procgen__.*", "CleanRL's PPG"))))
     for pair in itertools.combinations(("our PPG{}, two networks", "our PPG{}", "CleanRL's PPG{}", "our PPO{}"), 2):
         names = (name.format(", one level, N_π 8") for name in pair)
         known.add(x := verdict(*(seeds(name, "starpilot", 31, 32, "charts/episodic_return") for name in names)))

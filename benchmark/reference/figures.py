@@ -98,7 +98,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     fig.supxlabel("difference of returns, logarithmic beyond ±1", fontsize="medium")
     handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in [*colors.values(), "#BBBBBB"]]
     handles[-2].set_markerfacecolor("white")
-    names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO", "pale: earlier code"
+    names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO", "pale: earlier runs"
     fig.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
     return fig
 
