@@ -93,7 +93,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
         ax.set(title=title, xlim=(-8, 8))
         ax.set_xscale("symlog", linthresh=1)
         ax.minorticks_off()
-        ax.set_xticks(ticks := [-5, -1, 0, 1, 5], [f"{x:g}" for x in ticks])
+        ax.set_xticks(ticks := [-5, -1, -0.5, 0, 0.5, 1, 5], [f"{x:g}" for x in ticks])
     axes[0].set_yticks(list(places.values()), list(places))
     fig.supxlabel("difference of returns, logarithmic beyond ±1", fontsize="medium")
     handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in [*colors.values(), "#BBBBBB"]]
