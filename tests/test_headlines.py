@@ -97,7 +97,7 @@ def test_what_is_known():
         assert verdict(x, y).split(", p")[0] == f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
         assert (len(x), len(y)) == (row.runs_of_a, row.runs_of_b)
     cells = [x.split(", p")[0] for name, x in known.items() if name[3:] == ("our PPG", "CleanRL's PPG")]
-    assert [x[0] for x in cells[::2]].count("-") == [x[0] for x in cells[1::2]].count("-") == 5  # now, by earlier code
+    assert [x[0] for x in cells[::2]] == [x[0] for x in cells[1::2]] == list("-----+")  # now, by earlier code
     assert sum((row[1:] for row in table("ours - CleanRL's")[1:]), []) == cells[2::4] + cells[::4]
     *_, last, first, second = (x for name, x in known.items() if name[3:] == ("our PPG", "authors' PPG"))
     assert [x[3] for x in table("training | runs")[1:]] == [first, second, last]
@@ -113,8 +113,10 @@ def test_what_is_known():
         assert when != "33–48" or max(values[0]) < min(values[1])
         known.update(differences)
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
-    for first, name in ((25, "CleanRL's PPG"), (32, "CleanRL's PPG"), (31, "{}__cleanrl_ppg__([6-9]|10)")):
-        known.add(verdict(*(seeds(x, "starpilot", first, 32) for x in ("{}__ppg_procgen__.*", name))))
+    for k, x, y in itertools.product((28, 31, 32), (".+", "([6-9]|10)"), (".+", "([6-9]|10)")):
+        known.add(
+            verdict(*(seeds("{}__" + name, "starpilot", k, 32) for name in ("ppg_procgen__" + x, "cleanrl_.+" + y)))
+        )
     for pair in itertools.combinations(("our PPG{}, two networks", "our PPG{}", "CleanRL's PPG{}", "our PPO{}"), 2):
         names = (name.format(", one level, N_π 8") for name in pair)
         known.add(x := verdict(*(seeds(name, "starpilot", 31, 32, "charts/episodic_return") for name in names)))
@@ -208,7 +210,7 @@ def test_n_pi():
     one_run = [setting for setting in count if count[setting].max() == 1]
     above, below = lowest[one_run].gt(default["max"], axis=0), highest[one_run].lt(default["min"], axis=0)
     assert above.ppg_n_pi_8.loc[32:288].all() and above.ppg_n_pi_16.loc[32:560].all()
-    assert below.loc[1520, ["ppg_n_pi_8", "ppg_n_pi_4"]].all()
+    assert below.loc[1520, ["ppg_n_pi_8", "ppg_n_pi_4"]].all() and below.ppg_n_pi_8.sum() == 45
     assert above.sum()[below.sum() == 0].to_dict() == {"ppg_n_pi_16": 65, "ppg_e_aux_9": 74} and above.shape == (95, 13)
 
 
