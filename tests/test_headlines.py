@@ -119,6 +119,8 @@ def test_what_is_known():
         names = (name.format(", one level, N_π 8") for name in pair)
         known.add(x := verdict(*(seeds(name, "starpilot", 31, 32, "charts/episodic_return") for name in names)))
         assert f"{' - '.join(pair).replace('{}', '')}: {x}" in PAGE_WORDS
+    x, *y = (seeds(x, "bigfish", 161, 176) for x in (r"ppg_(?!128).*{}_\d", "our PPO", "published PPO"))  # all of PPG
+    known.add(verdict(x, sum(y, [])))
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
     known.add(verdict(x + seeds(list(NAMES)[-1], "starpilot", 25, 40), y))
