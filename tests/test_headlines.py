@@ -93,14 +93,14 @@ def test_what_is_known():
     known = {}
     for row in pd.read_csv(RESULTS / "page" / "differences.csv").itertuples():
         x, y = (seeds(f"{name}, {row.setting}", row.game, *STEPS[row.steps]) for name in (row.a, row.b))
-        known[row.game, row.setting, row.steps, row.a, row.b] = verdict(x, y)
+        known[row.game, row.setting, f"{len(x)}, {len(y)}", row.steps, row.a, row.b] = verdict(x, y)
         assert verdict(x, y).split(", p")[0] == f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
         assert (len(x), len(y)) == (row.runs_of_a, row.runs_of_b)
-    cells = [x.split(", p")[0] for name, x in known.items() if name[3:] == ("our PPG", "CleanRL's PPG")]
+    cells = [x.split(", p")[0] for name, x in known.items() if name[4:] == ("our PPG", "CleanRL's PPG")]
     assert [x[0] for x in cells[::2]] == [x[0] for x in cells[1::2]] == list("-----+")  # now, by earlier code
     assert sum((row[1:] for row in table("ours - CleanRL's")[1:]), []) == cells[2::4] + cells[::4]
-    *_, last, first, second = (x for name, x in known.items() if name[3:] == ("our PPG", "authors' PPG"))
-    assert [x[3] for x in table("training | runs")[1:4]] == [first, second, last]
+    *_, last, first, second = ([name[2], x] for name, x in known.items() if name[4:] == ("our PPG", "authors' PPG"))
+    assert [x[1:4:2] for x in table("training | runs")[1:4]] == [first, second, last]
     known = {*known.values(), *(verdict(x, y) for k in (1, 16) for x, y in itertools.permutations(readmes_run(k), 2))}
     known |= {verdict(*(seeds(x + "_h200_{}_[456]", "bigfish", k, k + 15) for x in ("ppg.*", "ppo"))) for k in (33, 49)}
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
