@@ -91,11 +91,14 @@ def span(values: list[float]) -> str:
 
 def test_what_is_known():
     known = {}
+    early = {row[0]: row[1:] for row in table("game, 0.3–0.5M")}
     for row in pd.read_csv(RESULTS / "page" / "differences.csv").itertuples():
         x, y = (seeds(f"{name}, {row.setting}", row.game, *STEPS[row.steps]) for name in (row.a, row.b))
         known[row.game, row.setting, f"{len(x)}, {len(y)}", row.steps, row.a, row.b] = verdict(x, y)
-        assert verdict(x, y).split(", p")[0] == f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
-        assert (len(x), len(y)) == (row.runs_of_a, row.runs_of_b)
+        cell = f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
+        assert (cell, len(x), len(y)) == (verdict(x, y).split(", p")[0], row.runs_of_a, row.runs_of_b)
+        if row.steps == "0.3–0.5M" and row.b == "our PPO":
+            assert early[f"{row.game}, {len(x)} v {len(y)}"][row.a != "our PPG"] == cell
     cells = [x.split(", p")[0] for name, x in known.items() if name[4:] == ("our PPG", "CleanRL's PPG")]
     assert [x[0] for x in cells[::2]] == [x[0] for x in cells[1::2]] == list("-----+")  # now, by earlier code
     assert sum((row[1:] for row in table("ours - CleanRL's")[1:]), []) == cells[2::4] + cells[::4]
@@ -115,12 +118,6 @@ def test_what_is_known():
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
     for k, x, y in itertools.product((28, 31, 32), (".+", "([6-9]|10)"), (".+", "([6-9]|10)", "[1-5]")):
         known.add(verdict(*(seeds(name, "starpilot", k, 32) for name in ("{}__ppg_p.+__" + x, "{}__cleanr.+__" + y))))
-    for pair in itertools.combinations(("our PPG{}, two networks", "our PPG{}", "CleanRL's PPG{}", "our PPO{}"), 2):
-        names = (name.format(", one level, N_π 8") for name in pair)
-        known.add(x := verdict(*(seeds(name, "starpilot", 31, 32, "charts/episodic_return") for name in names)))
-        assert f"{' - '.join(pair).replace('{}', '')}: {x}" in PAGE_WORDS
-    x, *y = (seeds(x, "bigfish", 161, 176) for x in (r"ppg_(?!128).*{}_\d", "our PPO", "published PPO"))  # all of PPG
-    known.add(verdict(x, sum(y, [])))
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
     known.add(verdict(x + seeds(list(NAMES)[-1], "starpilot", 25, 40), y))
@@ -169,6 +166,8 @@ def test_every_late_beginning():
             below, above = ppg.max(axis=1) < ppo.min(axis=1), ppg.min(axis=1) > ppo.max(axis=1)
             assert cell == f"{sum(below)} ({sum(above)})", (setting, block)
         assert setting != settings[0] or f"on [{sum(above)} of 16 games]" in README
+    counts = [cell.strip(")").split(" (") for cell in table("16 hard games", PAGE)[1][2:]]
+    assert [row[1:] for row in table("16 hard games")[1:]] == [[counts[k][m] for k in (0, 1, 4, 5)] for m in (0, 1)]
     stands = []  # ours: lower than theirs among the runs of PPO, could be, higher, could be
     for where, *cells in table("signs, N_π", PAGE)[1:]:
         game, n_pi, *window = re.match(r"(\w+), N_π (\d+), (\d+)–(\d+)", where).groups()

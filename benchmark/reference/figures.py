@@ -73,8 +73,12 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
 
 def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     """A row for each training: left, ours minus theirs; right, PPG minus PPO. Colors tell whose, or whose PPG."""
-    labels = rows.game + ", " + rows.setting.str.replace(", earlier code", "") + ":  " + rows.steps + " steps"
-    places = {label: -place - ("one level" in label) for place, label in enumerate(labels.unique())}
+    one_level = rows.setting.str.startswith("one level")
+    settings = rows.setting.str.replace("one level, |, earlier code", "", regex=True)
+    labels = rows.game + ", " + settings + ":  " + rows.steps + " steps"
+    places = {}
+    for title, names in {"All easy levels": labels[~one_level], "One easy level": labels[one_level]}.items():
+        places |= {label: -len(places) - k for k, label in enumerate([title, *names.unique()])}
     colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
     colors = {whose: COLORS[name] for whose, name in colors.items()}
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 5.6), layout="constrained", sharey=True)
@@ -95,6 +99,11 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
         ax.minorticks_off()
         ax.set_xticks(ticks := [-5, -1, -0.5, 0, 0.5, 1, 5], [f"{x:g}" for x in ticks])
     axes[0].set_yticks(list(places.values()), list(places))
+    axes[0].set_ylim(0.4 - len(places), 0.6)
+
+    for label in axes[0].get_yticklabels():
+        label.set_weight("bold" if "easy" in label.get_text() else "normal")
+
     fig.supxlabel("difference of returns, logarithmic beyond ±1", fontsize="medium")
     handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in [*colors.values(), "#BBBBBB"]]
     handles[-2].set_markerfacecolor("white")
