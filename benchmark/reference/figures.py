@@ -94,6 +94,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
                 y = places[label] + 0.21 * ((len(group) - 1) / 2 - k)
                 ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face, alpha=alpha)
         ax.axvline(0, color="black", lw=0.6)
+        ax.axvspan(-1, 1, color="#EEEEEE", zorder=0)
         ax.set(title=title, xlim=(-8, 8))
         ax.set_xscale("symlog", linthresh=1)
         ax.minorticks_off()
