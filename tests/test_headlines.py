@@ -181,7 +181,7 @@ def test_every_late_beginning():
     assert np.sum(stands, 0).tolist() == [8, 11, 0, 4] and len(stands) == 13
     names = {"32": ("authors' PPG", "PPG, single network"), "8": ("authors' PPG, N_π 8", "the same, N_π 8")}
     names["32, two networks"] = "none", "PPG, two networks"
-    header, *rows = table("game, N_π |")
+    header, *rows = table("game, N_π |", PAGE)
     for (where, *cells), k in itertools.product(rows, range(1, len(header))):
         (game, n_pi), window = where.split(", ", 1), STEPS[header[k]]
         theirs, ours, *ppo = (seeds(x, game, *window) for x in (*names[n_pi], "our PPO", "published PPO"))

@@ -81,7 +81,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
         places |= {label: -len(places) - k for k, label in enumerate([title, *names.unique()])}
     colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
     colors = {whose: COLORS[name] for whose, name in colors.items()}
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 5.6), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 7), layout="constrained", sharey=True)
     same = rows.a.str[-3:] == rows.b.str[-3:]
     sides = {"ours − theirs": rows[same & rows.a.str.startswith("our")], "PPG − PPO": rows[~same]}
     for ax, (title, part) in zip(axes, sides.items(), strict=True):
@@ -91,11 +91,14 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
                 alpha = 0.35 if "earlier" in row.setting else 1
                 face = "white" if row.b == "published PPO" else color
                 ends = [[row.difference - row.low], [row.high - row.difference]]
-                y = places[label] + 0.21 * ((len(group) - 1) / 2 - k)
+                y = places[label] + 0.23 * ((len(group) - 1) / 2 - k)
                 ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face, alpha=alpha)
+                runs = f"{row.runs_of_a} v {row.runs_of_b}"
+                place = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center_baseline"}
+                ax.text(0.98, y, runs, fontsize=5.5, color=color, **place)
         ax.axvline(0, color="black", lw=0.6)
         ax.axvspan(-1, 1, color="#EEEEEE", zorder=0)
-        ax.set(title=title, xlim=(-8, 8))
+        ax.set(title=title, xlim=(-9, 32))
         ax.set_xscale("symlog", linthresh=1)
         ax.minorticks_off()
         ax.set_xticks(ticks := [-5, -1, -0.5, 0, 0.5, 1, 5], [f"{x:g}" for x in ticks])
