@@ -116,8 +116,9 @@ def test_what_is_known():
         assert when != "33–48" or max(values[0]) < min(values[1])
         known.update(differences)
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
-    for k, x, y in itertools.product((28, 31, 32), (".+", "([6-9]|10)"), (".+", "([6-9]|10)", "[1-5]")):
-        known.add(verdict(*(seeds(name, "starpilot", k, 32) for name in ("{}__ppg_p.+__" + x, "{}__cleanr.+__" + y))))
+    level = "{}__ppg_procgen__", "{}__ppg_detach__", "authors_dual_{}_level_"
+    for when, runs, name in itertools.product(((9, 16), (31, 32)), (r"(\d|10)", "(1[1-9]|20)", r"\d+"), level):
+        known.add(verdict(*(seeds(x + runs, "starpilot", *when) for x in (name, "{}__cleanrl_ppg__"))))
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
     known.add(verdict(x + seeds(list(NAMES)[-1], "starpilot", 25, 40), y))
