@@ -90,8 +90,7 @@ def span(values: list[float]) -> str:
 
 
 def test_what_is_known():
-    known = {}
-    early = {row[0]: row[1:] for row in table("game, 0.3–0.5M")}
+    known, early = {}, {row[0]: row[1:] for row in table("game, 0.3–0.5M")}
     for row in pd.read_csv(RESULTS / "page" / "differences.csv").itertuples():
         x, y = (seeds(f"{name}, {row.setting}", row.game, *STEPS[row.steps]) for name in (row.a, row.b))
         known[row.game, row.setting, f"{len(x)}, {len(y)}", row.steps, row.a, row.b] = verdict(x, y)
@@ -116,9 +115,10 @@ def test_what_is_known():
         assert when != "33–48" or max(values[0]) < min(values[1])
         known.update(differences)
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
-    level = "{}__ppg_procgen__", "{}__ppg_detach__", "authors_dual_{}_level_"
-    for when, runs, name in itertools.product(((9, 16), (31, 32)), (r"(\d|10)", "(1[1-9]|20)", r"\d+"), level):
-        known.add(verdict(*(seeds(x + runs, "starpilot", *when) for x in (name, "{}__cleanrl_ppg__"))))
+    names = "{}__ppg_procgen__", "{}__ppg_detach__", "authors_dual_{}_level_", "{}__cleanrl_ppg__"
+    windows, batches = ((1, 8), (9, 16), (1, 32), (31, 32)), (r"(\d|10)", "(1[1-9]|20)", r"\d+")
+    for pair, batch, when in itertools.product(itertools.combinations(names, 2), batches, windows):
+        known.add(verdict(*(seeds(name + batch, "starpilot", *when) for name in pair)))
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
     known.add(verdict(x + seeds(list(NAMES)[-1], "starpilot", 25, 40), y))
