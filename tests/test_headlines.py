@@ -17,7 +17,6 @@ from benchmark.reference.figures import AUTHORS, bigfish_blocks, scores_by_n_pi
 RESULTS = ROOT / "benchmark" / "results"
 FILES = RESULTS / "README.md", RESULTS / "page" / "runs.md", ROOT / "README.md"
 TEXT, PAGE, README = (file.read_text().replace("−", "-") for file in FILES)
-TEXT_WORDS, PAGE_WORDS = (" ".join(text.split()) for text in (TEXT, PAGE))
 PUBLISHED = pd.read_csv(report.REFERENCE / "ppo_easy_updates.csv.gz")  # PPO, to update 160
 WINDOWS = report.load_references(("ppo",)).query("distribution_mode == 'easy' and num_levels == 0")
 NAMES = {  # of the runs in a column of the tables
@@ -103,9 +102,8 @@ def test_what_is_known():
     assert sum((row[1:] for row in table("ours - CleanRL's")[1:]), []) == cells[2::4] + cells[::4]
     *_, last, first, second = ([name[2], x] for name, x in known.items() if name[4:] == ("our PPG", "authors' PPG"))
     assert [x[1:4:2] for x in table("training | runs")[1:4]] == [first, second, last]
-    windows = (1, 32), (33, 64), (49, 64), (64, 64)
-    pairs = itertools.chain(*(itertools.permutations(readmes_run(*when), 2) for when in windows))
-    known = {*known.values(), *(verdict(x, y) for x, y in pairs)}
+    runs = [readmes_run(*when) for when in ((1, 32), (33, 64), (49, 64), (64, 64))]
+    known = {*known.values(), *(verdict(x, y) for each in runs for x, y in itertools.permutations(each, 2))}
     known |= {verdict(*(seeds(x + "_h200_{}_[456]", "bigfish", k, k + 15) for x in ("ppg.*", "ppo"))) for k in (33, 49)}
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
     names = ["our PPG, N_π 8", "our PPO, N_π 8", "published PPO"]
@@ -124,8 +122,8 @@ def test_what_is_known():
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
     known.add(verdict(x + seeds(list(NAMES)[-1], "starpilot", 25, 40), y))
-    parts = PAGE_WORDS.split("## bigfish by")[1].split("|")[0], PAGE_WORDS.split("## One level")[1].split("## Our")[0]
-    intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", " ".join([README, TEXT_WORDS, *parts]))
+    parts = PAGE.split("## bigfish by")[1].split("|")[0], PAGE.split("## One level")[1].split("## Our")[0]
+    intervals = re.findall(r"[-+]\d\S+ \[\S+ \S+\]", " ".join(" ".join([README, TEXT, *parts]).split()))
     assert not [x for x in intervals if x not in " ".join(known)]
     assert re.findall("ahead|behind|undecided|alike", README + TEXT) == ["undecided"]
     undecided = re.findall(r"\[(\S+), (\S+)\]", README.split("undecided")[1].split(". ")[0])
