@@ -118,7 +118,10 @@ def test_what_is_known():
     names = "{}__ppg_procgen__", "{}__ppg_detach__", "authors_dual_{}_level_", "{}__cleanrl_ppg__"
     windows, batches = ((1, 8), (9, 16), (1, 32), (31, 32)), (r"(\d|10)", "(1[1-9]|20)", r"\d+")
     for pair, batch, when in itertools.product(itertools.combinations(names, 2), batches, windows):
-        known.add(verdict(*(seeds(name + batch, "starpilot", *when) for name in pair)))
+        known.add(x := verdict(*(seeds(name + batch, "starpilot", *when) for name in pair)))
+        if pair[1] == names[3] and (batch == batches[2] or batch == batches[1] and pair[0] == names[0]):
+            column = 1 + (batch == batches[1]) if pair[0] == names[0] else 2 + names.index(pair[0])
+            assert table("iterations | our two")[1 + windows.index(when)][column] == x.split(", p")[0]
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
     known.add(verdict(x + seeds(list(NAMES)[-1], "starpilot", 25, 40), y))
