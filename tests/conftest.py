@@ -73,7 +73,7 @@ def make_agent(script, **flags):
 
 
 def make_args(script, run_dir: Path, **flags):
-    return script.Args(**((TINY_PPG if script is ppg_procgen else TINY) | {"run_dir": str(run_dir)} | flags))
+    return script.Args(**((TINY if script is ppo_procgen else TINY_PPG) | {"run_dir": str(run_dir)} | flags))
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import conftest
 import gymnasium
 import numpy as np
 import pytest
@@ -29,12 +30,8 @@ def load(tmp_path, source, small=True):
     return module
 
 
-def make_args(module, run_dir, **flags):
-    return module.Args(**TINY_PPG | {"run_dir": str(run_dir)} | flags)
-
-
 def train(module, run_dir, **flags):
-    module.main(make_args(module, run_dir, **flags))
+    module.main(conftest.make_args(module, run_dir, **flags))
     return read_rows(run_dir)
 
 
@@ -95,13 +92,14 @@ def test_another_environment(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Blink, "seeds", [])
     flags = {"env_id": "Blink-v0", "eval_interval": 2, "learning_rate": 0, "aux_learning_rate": 0}
     calls = record(module, "compute_gae")
-    rows = read_rows(resume(module, interrupt(module, make_args(module, tmp_path / "run", **flags), 3 * 16 + 7)))
+    args = conftest.make_args(module, tmp_path / "run", **flags)
+    rows = read_rows(resume(module, interrupt(module, args, 3 * 16 + 7)))
     assert [float(row["charts/episodic_return"]) for row in rows] == [5.0] * 4  # no episode is counted in part
     assert [row["eval/test_return"] for row in rows] == ["", "5.0"] * 2
     # each evaluation plays the same episodes; seeds of training are disjoint: resumed, of the next seed or rank
     training, evaluation, resumed, evaluation_ = np.reshape(Blink.seeds, (4, 4)).tolist()
     assert evaluation == evaluation_
-    args = make_args(module, tmp_path, **flags | {"eval_interval": 0})
+    args = conftest.make_args(module, tmp_path, **flags | {"eval_interval": 0})
     run = SimpleNamespace(iteration=0, restore=lambda *_: None, log=print, save=print)
     module.train(module.replace(args, seed=2), run)
     monkeypatch.setattr(module, "RANK", 1)
@@ -159,7 +157,7 @@ def test_first_updates_and_resuming(tmp_path, names):
     module = load(tmp_path, apply(*names))
     kls = first_kls(train(module, tmp_path / "a", **ONE_UPDATE))
     assert len(kls) == (5 if FEWER in names else 6) and abs(kls).max() < 1e-7
-    part = interrupt(module, make_args(module, tmp_path / "b", **ONE_UPDATE), 3 * 16 + 5)
+    part = interrupt(module, conftest.make_args(module, tmp_path / "b", **ONE_UPDATE), 3 * 16 + 5)
     assert same(tmp_path / "a", resume(module, part))
 
 

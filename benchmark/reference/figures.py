@@ -81,9 +81,9 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
         places |= {label: -len(places) - k for k, label in enumerate([title, *names.unique()])}
     colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
     colors = {whose: COLORS[name] for whose, name in colors.items()}
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 7), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 8), layout="constrained", sharey=True)
     same = rows.a.str[-3:] == rows.b.str[-3:]
-    sides = {"ours − theirs": rows[same & rows.a.str.startswith("our")], "PPG − PPO": rows[~same]}
+    sides = {"ours − theirs": rows[same & rows.a.str.startswith("our")], "PPG − PPO (open: published)": rows[~same]}
     for ax, (title, part) in zip(axes, sides.items(), strict=True):
         for label, group in part.groupby(labels):
             for k, row in enumerate(group.itertuples()):
@@ -95,7 +95,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
                 ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face, alpha=alpha)
                 runs = f"{row.runs_of_a} v {row.runs_of_b}"
                 place = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center_baseline"}
-                ax.text(0.98, y, runs, fontsize=5.5, color=color, **place)
+                ax.text(0.98, y, runs, fontsize=6, color=color, **place)
         ax.axvline(0, color="black", lw=0.6)
         ax.axvspan(-1, 1, color="#EEEEEE", zorder=0)
         ax.set(title=title, xlim=(-9, 32))
