@@ -73,32 +73,32 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
 
 def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     """A row for each training: left, ours minus theirs; right, PPG minus PPO. Colors tell whose, or whose PPG."""
+    rows = rows[~rows.setting.str.contains("earlier code")]
     one_level = rows.setting.str.startswith("one level")
-    settings = rows.setting.str.replace("one level, |, earlier code", "", regex=True)
-    labels = rows.game + ", " + settings + ":  " + rows.steps + " steps"
+    labels = rows.game + ", " + rows.setting.str.removeprefix("one level, ") + ":  " + rows.steps + " steps"
     places = {}
     for title, names in {"All easy levels": labels[~one_level], "One easy level": labels[one_level]}.items():
         places |= {label: -len(places) - k for k, label in enumerate([title, *names.unique()])}
     colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
     colors = {whose: COLORS[name] for whose, name in colors.items()}
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 8), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 9), layout="constrained", sharey=True)
     same = rows.a.str[-3:] == rows.b.str[-3:]
     sides = {"ours − theirs": rows[same & rows.a.str.startswith("our")], "PPG − PPO (open: published)": rows[~same]}
     for ax, (title, part) in zip(axes, sides.items(), strict=True):
         for label, group in part.groupby(labels):
             for k, row in enumerate(group.itertuples()):
                 color = colors[(row.b if title == "ours − theirs" else row.a).split()[0]]
-                alpha = 0.35 if "earlier" in row.setting else 1
                 face = "white" if row.b == "published PPO" else color
                 ends = [[row.difference - row.low], [row.high - row.difference]]
                 y = places[label] + 0.23 * ((len(group) - 1) / 2 - k)
-                ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face, alpha=alpha)
+                ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face)
                 runs = f"{row.runs_of_a} v {row.runs_of_b}"
                 place = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center_baseline"}
                 ax.text(0.98, y, runs, fontsize=6, color=color, **place)
         ax.axvline(0, color="black", lw=0.6)
         ax.axvspan(-1, 1, color="#EEEEEE", zorder=0)
-        ax.set(title=title, xlim=(-9, 32))
+        ax.set_title(title, fontsize="medium")
+        ax.set_xlim(-9, 32)
         ax.set_xscale("symlog", linthresh=1)
         ax.minorticks_off()
         ax.set_xticks(ticks := [-5, -1, -0.5, 0, 0.5, 1, 5], [f"{x:g}" for x in ticks])
@@ -109,10 +109,10 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
         label.set_weight("bold" if "easy" in label.get_text() else "normal")
 
     fig.supxlabel("difference of returns, logarithmic beyond ±1", fontsize="medium")
-    handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in [*colors.values(), "#BBBBBB"]]
-    handles[-2].set_markerfacecolor("white")
-    names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO", "pale: earlier runs"
-    fig.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
+    handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in colors.values()]
+    handles[-1].set_markerfacecolor("white")
+    names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO"
+    fig.legend(handles, names, loc="outside upper center", ncols=4, frameon=False)
     return fig
 
 
