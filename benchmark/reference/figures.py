@@ -97,7 +97,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
                 ax.text(0.98, y, runs, fontsize=6, color=color, **place)
         ax.axvline(0, color="black", lw=0.6)
         ax.axvspan(-1, 1, color="#EEEEEE", zorder=0)
-        ax.set_title(title, fontsize="medium")
+        ax.set_title(title, fontsize="small")
         ax.set_xlim(-9, 32)
         ax.set_xscale("symlog", linthresh=1)
         ax.minorticks_off()
