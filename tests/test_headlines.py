@@ -7,7 +7,6 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-import tyro
 from conftest import ROOT
 from scipy import stats
 
@@ -104,7 +103,6 @@ def test_what_is_known():
     assert [[row[1], *row[3:]] for row in table("training | runs")[1:4]] == rows
     runs = [readmes_run(*when) for when in ((1, 32), (33, 64), (49, 64), (64, 64))]
     known = {*known.values(), *(verdict(x, y) for each in runs for x, y in itertools.permutations(each, 2))}
-    known |= {verdict(*(seeds(x + "_h200_{}_[456]", "bigfish", k, k + 15) for x in ("ppg.*", "ppo"))) for k in (33, 49)}
     drawn = bigfish_blocks().groupby(["steps", "group"]).episodic_return.sum().unstack(fill_value=0)
     names = ["our PPG, N_π 8", "our PPO, N_π 8", "published PPO"]
     for when, *cells in table("iterations | runs", PAGE)[1:]:
@@ -167,8 +165,7 @@ def test_every_late_beginning():
             assert chance == f"{16 / math.comb(ppg.shape[1] + 6, 6):.1g}"
             below, above = ppg.max(axis=1) < ppo.min(axis=1), ppg.min(axis=1) > ppo.max(axis=1)
             assert cell == f"{sum(below)} ({sum(above)})", (setting, block)
-        everywhere = (ppg.mean(axis=1) > ppo.mean(axis=1)).all()
-        assert setting != settings[0] or everywhere and f"on [{sum(above)} of 16 games]" in README
+        assert setting != settings[0] or f"on [{sum(above)} of 16 games]" in README
     counts = [cell.strip(")").split(" (") for cell in table("16 hard games", PAGE)[1][2:]]
     assert [row[1:] for row in table("16 hard games")[1:]] == [[counts[k][m] for k in (0, 1, 4, 5)] for m in (0, 1)]
     stands = []  # ours: lower than theirs among the runs of PPO, could be, higher, could be
@@ -227,7 +224,6 @@ def test_the_pages_are_what_their_commands_make(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_committed_agent(tmp_path, capsys):
-    flags = ["--no-cuda", str(RESULTS / "small" / "starpilot_level_0"), "--levels", "train", "--out", str(tmp_path)]
-    evaluate.main(tyro.cli(evaluate.Args, args=flags))
+    evaluate.main(evaluate.Args((RESULTS / "small" / "starpilot_level_0",), ("train",), out=tmp_path, cuda=False))
     [figure] = re.findall(r"easy train, 128 episodes: (\S+ ± \S+),", capsys.readouterr().out)
     assert f"{figure} over 128 episodes" in README

@@ -17,7 +17,7 @@ from gymnasium.spaces import Box, Discrete
 
 from benchmark.recipe import RECIPES, apply
 
-ENV, VECTORS, CONTINUOUS, ENVPOOL, MEMORY, RND, STORE, CLEANRL, FEWER = RECIPES
+ENV, VECTORS, CONTINUOUS, ENVPOOL, MEMORY, RND, STORE, CLEANRL, WHOLE, FEWER = RECIPES
 
 
 def load(tmp_path, source, small=True):
@@ -149,7 +149,7 @@ def test_real_environments(tmp_path, env_id, goal):
 
 
 ONE_UPDATE = {"env_id": "starpilot", "num_minibatches": 1, "num_aux_rollouts": 8, "num_levels": 3}  # in a phase
-ALGORITHM = [[MEMORY], [RND], [STORE], [CLEANRL], [FEWER], [MEMORY, RND, CLEANRL, FEWER]]
+ALGORITHM = [[MEMORY], [RND], [STORE], [CLEANRL], [WHOLE], [FEWER], [MEMORY, RND, CLEANRL, FEWER]]
 
 
 @pytest.mark.parametrize("names", ALGORITHM)
@@ -215,7 +215,7 @@ def test_add_an_intrinsic_reward(tmp_path):
 
 
 def test_losses_and_counts_of_updates(tmp_path):
-    module = load(tmp_path, apply(STORE, CLEANRL, FEWER))
+    module = load(tmp_path, apply(STORE, CLEANRL, WHOLE, FEWER))
     pi, aux_values = module.Policy(torch.zeros(2, 3)), torch.tensor([[1.0, 2, 3], [4, 5, 6]])
     out = module.Outputs(pi, aux_values, torch.ones(2))
     mb = {"targets": torch.tensor([2.0, 0]), "values": torch.zeros(2), "old_logits": torch.zeros(2, 3)}
@@ -224,8 +224,12 @@ def test_losses_and_counts_of_updates(tmp_path):
     assert module.clipped_value_loss(*inputs)[0] == 0.25 * (1.8**2 + 1) / 2  # the first change is clipped
     assert module.value_loss(*inputs)[0] == 0.5 * (1 + 1) / 2  # in the auxiliary phase
     assert module.joint_loss(*inputs)[1]["aux_value_loss"] == 0.5 * (3**2 + 3**2) / 2
-    calls = record(module, "mean_stats")
+    rewards = module.RewardNormalizer(module.Args(num_envs=1))(torch.tensor([[1.0], [3.0]]), torch.ones(3, 1))
+    assert rewards.round().tolist() == [[10], [3]]  # after the first step, the deviation is nearly 0
+    calls, rollouts, updates = (record(module, name) for name in ("mean_stats", "compute_gae", "policy_loss"))
     train(module, tmp_path / "a")
+    columns = {tuple(x) for *_, mb in updates for x in mb["values"].view(16, -1).T.tolist()}
+    assert columns == {tuple(x) for _, values, *_ in rollouts for x in values[:-1].T.tolist()}  # whole rollouts
     assert [stats["grad_norm"][0] for stats, _ in calls] == [2, 2, 2, 2, 4]  # the second of two auxiliary phases
     saved = torch.load(tmp_path / "a" / "checkpoint.pt")["shared"]
     for name in ("adam", "aux_adam"):  # one: of both phases, or of the auxiliary one
