@@ -98,7 +98,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
         ax.axvline(0, color="black", lw=0.6)
         ax.axvspan(-1, 1, color="#EEEEEE", zorder=0)
         ax.set_title(title, fontsize="small")
-        ax.set_xlim(-9, 32)
+        ax.set_xlim(-9, 60)
         ax.set_xscale("symlog", linthresh=1)
         ax.minorticks_off()
         ax.set_xticks(ticks := [-5, -1, -0.5, 0, 0.5, 1, 5], [f"{x:g}" for x in ticks])
