@@ -115,6 +115,7 @@ def test_what_is_known():
     names = "{}__ppg_procgen__", "{}__ppg_detach__", "authors_dual_{}_level_"
     batches = r"\d+", "(1[1-9]|20)", r"(\d|10)"  # all, the new ten, the first
     pairs = [(name + batch, "{}__cleanrl_ppg__" + batch) for batch in batches for name in names]
+    pairs += [("{}__ppg_recipe__" + batches[1], name + batches[1]) for name in (names[1], "{}__cleanrl_ppg__")]
     for row, when in zip(table("iterations | CleanRL's", PAGE)[1:], ((1, 8), (9, 16), (1, 16), (31, 32)), strict=True):
         cells = [verdict(*(seeds(name, "starpilot", *when) for name in pair)) for pair in pairs]
         assert row[1:] == [f"{np.mean(seeds(pairs[0][1], 'starpilot', *when)):.2f}", *cells[:3]]

@@ -145,7 +145,6 @@ def test_real_environments(tmp_path, env_id, goal):
     module.main(parse(module, "--env-id", env_id, *flags, "--no-cuda", "--run-dir", run_dir))
     returns = [float(row["charts/mean_return_100"]) for row in read_rows(run_dir)]
     assert first_kls(read_rows(run_dir)).max() < 1e-5 and (goal is None or returns[-1] > goal)
-    print(env_id, returns[3::4])
 
 
 ONE_UPDATE = {"env_id": "starpilot", "num_minibatches": 1, "num_aux_rollouts": 8, "num_levels": 3}  # in a phase
