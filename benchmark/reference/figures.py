@@ -73,7 +73,7 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
 
 def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     """A row for each training: left, ours minus theirs; right, PPG minus PPO. Colors tell whose, or whose PPG."""
-    rows = rows[~rows.setting.str.contains("earlier code")]
+    rows = rows[~rows.setting.str.contains("earlier code") & ~rows.game.isin(["dodgeball", "ninja"])]
     one_level = rows.setting.str.startswith("one level")
     labels = rows.game + ", " + rows.setting.str.removeprefix("one level, ") + ":  " + rows.steps + " steps"
     places = {}
@@ -81,7 +81,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
         places |= {label: -len(places) - k for k, label in enumerate([title, *names.unique()])}
     colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
     colors = {whose: COLORS[name] for whose, name in colors.items()}
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 9), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 8), layout="constrained", sharey=True)
     same = rows.a.str[-3:] == rows.b.str[-3:]
     sides = {"ours − theirs": rows[same & rows.a.str.startswith("our")], "PPG − PPO (open: published)": rows[~same]}
     for ax, (title, part) in zip(axes, sides.items(), strict=True):
