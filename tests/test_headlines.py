@@ -95,10 +95,10 @@ def test_what_is_known():
         if row.steps == "0.3–0.5M" and row.b == "our PPO":
             assert early[f"{row.game}, {len(x)} v {len(y)}"][row.a != "our PPG"] == cell
     cells = [x for name, x in known.items() if name[4:] == ("our PPG", "CleanRL's PPG")]
-    half, end, earlier = cells[::3], cells[1::3], cells[2::3]  # first half; at the end, now and by earlier code
+    half, whole, end, earlier = (cells[k::4] for k in range(4))  # of the run; at the end, now and by earlier code
     assert [x[0] for x in end] == [x[0] for x in earlier] == list("-----+")
-    assert [row[1:] for row in table("ours - CleanRL's")[1:]] == [half[1::2], half[::2], end[1::2], end[::2]]
-    *_, c, a1, a2, b1, b2 = ([name[2], x] for name, x in known.items() if name[4:] == ("our PPG", "authors' PPG"))
+    assert [row[1:] for row in table("ours - CleanRL's")[1:]] == [x[k::2] for x in (whole, half, end) for k in (0, 1)]
+    *_, c, a1, a2, b1, _, b2 = ([name[2], x] for name, x in known.items() if name[4:] == ("our PPG", "authors' PPG"))
     rows = [[*a1, a2[1]], [*b1, b2[1]], [c[0], "–", c[1]]]
     assert [[row[1], *row[3:]] for row in table("training | runs")[1:4]] == rows
     runs = [readmes_run(*when) for when in ((1, 32), (33, 64), (49, 64), (64, 64))]
@@ -116,10 +116,10 @@ def test_what_is_known():
     batches = r"\d+", "(1[1-9]|20)", r"(\d|10)"  # all, the new ten, the first
     pairs = [(name + batch, "{}__cleanrl_ppg__" + batch) for batch in batches for name in names]
     pairs += [("{}__ppg_recipe__" + batches[1], name + batches[1]) for name in (names[1], "{}__cleanrl_ppg__")]
-    for row, when in zip(table("iterations | CleanRL's", PAGE)[1:], ((1, 8), (9, 16), (1, 16), (31, 32)), strict=True):
+    for row, when in zip(table("iterations | CleanRL's", PAGE)[1:], ((1, 8), (1, 16), (1, 32), (31, 32)), strict=True):
         cells = [verdict(*(seeds(name, "starpilot", *when) for name in pair)) for pair in pairs]
         assert row[1:] == [f"{np.mean(seeds(pairs[0][1], 'starpilot', *when)):.2f}", *cells[:3]]
-        assert when != (1, 16) or f"(CleanRL's: {row[1]})" in README and f"(CleanRL's: {row[1]})" in TEXT
+        assert when != (1, 32) or f"(CleanRL's: {row[1]})" in README and f"(CleanRL's: {row[1]})" in TEXT
         known.update(cells)
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
