@@ -32,9 +32,7 @@ NAMES = {  # of the runs in a column of the tables
     "authors' PPG, one level, N_π 4": "authors_ppg__.",
     "our PPO, one level, N_π 4": "ppo__.",
     "our PPG, one level, N_π 8": r"{}__ppg_detach__\d+",
-    "our PPG, one level, N_π 8, earlier code": "earlier_one_level_{}__ppg_detach__.",
     "our PPG, one level, N_π 8, two networks": r"{}__ppg_procgen__\d+",
-    "our PPG, one level, N_π 8, two networks, earlier code": "earlier_one_level_{}__ppg_procgen__.",
     "authors' PPG, one level, N_π 8, two networks": r"authors_dual_{}_level_\d+",
     "CleanRL's PPG": r"{}__cleanrl_ppg__\d+",
     "our PPO, one level": "{}__ppo_procgen__.",
@@ -47,7 +45,8 @@ for file in sorted(RESULTS.rglob("metrics.csv.gz")):
     RUNS |= {"earlier_" * (file.parent.name == "earlier") + run: x for run, x in rows}
 BLOCKS = (17, 31), (25, 40), (33, 47), (49, 61), (81, 96), (113, 128), (161, 176)
 STEPS = {f"{(first - 1) * 0.016384:.1f}–{last * 0.016384:.1f}M": (first, last) for first, last in BLOCKS}
-STEPS |= {"0.52–0.79M": (33, 48), "0–16,384": (1, 16), "32,768": (31, 32), "0–32,768": (1, 32), "65,536": (64, 64)}
+STEPS |= {"0.52–0.79M": (33, 48), "0–16,384": (1, 16), "0–32,768": (1, 32), "32,768": (31, 32)}
+STEPS |= {"0–65,536": (1, 64), "65,536": (64, 64)}
 
 
 def table(beginning: str, text: str = TEXT) -> list[list[str]]:
@@ -95,11 +94,10 @@ def test_what_is_known():
         if row.steps == "0.3–0.5M" and row.b == "our PPO":
             assert early[f"{row.game}, {len(x)} v {len(y)}"][row.a != "our PPG"] == cell
     cells = [x for name, x in known.items() if name[4:] == ("our PPG", "CleanRL's PPG")]
-    half, whole, end, earlier = (cells[k::4] for k in range(4))  # of the run; at the end, now and by earlier code
-    assert [x[0] for x in end] == [x[0] for x in earlier] == list("-----+")
-    assert [row[1:] for row in table("ours - CleanRL's")[1:]] == [x[k::2] for x in (whole, half, end) for k in (0, 1)]
-    *_, c, a1, a2, b1, _, b2 = ([name[2], x] for name, x in known.items() if name[4:] == ("our PPG", "authors' PPG"))
-    rows = [[*a1, a2[1]], [*b1, b2[1]], [c[0], "–", c[1]]]
+    windows = (cells[k::3] for k in range(3))  # first half, whole run, at the end
+    assert [row[1:] for row in table("ours - CleanRL's")[1:]] == [x[k::2] for x in windows for k in (0, 1)]
+    all_levels, *one = [[n[2], x] for n, x in known.items() if n[4:] == ("our PPG", "authors' PPG")][-7:]
+    rows = [[*one[k], one[k + 1][1], one[k + 2][1]] for k in (0, 3)] + [[all_levels[0], "–", "–", all_levels[1]]]
     assert [[row[1], *row[3:]] for row in table("training | runs")[1:4]] == rows
     runs = [readmes_run(*when) for when in ((1, 32), (33, 64), (49, 64), (64, 64))]
     known = {*known.values(), *(verdict(x, y) for each in runs for x, y in itertools.permutations(each, 2))}
@@ -119,7 +117,7 @@ def test_what_is_known():
     for row, when in zip(table("iterations | CleanRL's", PAGE)[1:], ((1, 8), (1, 16), (1, 32), (31, 32)), strict=True):
         cells = [verdict(*(seeds(name, "starpilot", *when) for name in pair)) for pair in pairs]
         assert row[1:] == [f"{np.mean(seeds(pairs[0][1], 'starpilot', *when)):.2f}", *cells[:3]]
-        assert when != (1, 32) or f"(CleanRL's: {row[1]})" in README and f"(CleanRL's: {row[1]})" in TEXT
+        assert when != (1, 16) or f"(CleanRL's: {row[1]})" in README and f"(CleanRL's: {row[1]})" in TEXT
         known.update(cells)
     x, y = (seeds(name, "starpilot", 25, 40) for name in ("our PPO", "published PPO"))
     assert (len(x), sum(a < min(y) for a in x), max(x) < max(y)) == (8, 5, True)
@@ -166,6 +164,7 @@ def test_every_late_beginning():
             assert chance == f"{16 / math.comb(ppg.shape[1] + 6, 6):.1g}"
             below, above = ppg.max(axis=1) < ppo.min(axis=1), ppg.min(axis=1) > ppo.max(axis=1)
             assert cell == f"{sum(below)} ({sum(above)})", (setting, block)
+        assert (ppg.mean(axis=1) > ppo.mean(axis=1)).all()  # at the end
         assert setting != settings[0] or f"on [{sum(above)} of 16 games]" in README
     counts = [cell.strip(")").split(" (") for cell in table("16 hard games", PAGE)[1][2:]]
     assert [row[1:] for row in table("16 hard games")[1:]] == [[counts[k][m] for k in (0, 1, 4, 5)] for m in (0, 1)]

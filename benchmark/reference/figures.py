@@ -73,7 +73,7 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
 
 def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     """A row for each training: left, ours minus theirs; right, PPG minus PPO. Colors tell whose, or whose PPG."""
-    rows = rows[~rows.setting.str.contains("earlier code") & ~rows.game.isin(["dodgeball", "ninja"])]
+    rows = rows[~rows.game.isin(["dodgeball", "ninja"])]
     one_level = rows.setting.str.startswith("one level")
     labels = rows.game + ", " + rows.setting.str.removeprefix("one level, ") + ":  " + rows.steps + " steps"
     places = {}
