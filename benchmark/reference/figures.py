@@ -4,7 +4,7 @@
 
 benchmark/reference/figure2.png is Figure 2 of the PPG paper: 16 hard games, 100M steps. benchmark/results/page/n_pi.png
 has the mean score over these games for each N_pi, bigfish_seeds.png our runs on bigfish beside published ones,
-differences.png the intervals of differences.csv, which tests/test_headlines.py computes from the runs.
+differences.png "ours minus theirs" of differences.csv, which tests/test_headlines.py computes from the runs.
 """
 
 import matplotlib.pyplot as plt
@@ -72,47 +72,31 @@ def draw_bigfish(rows: pd.DataFrame) -> plt.Figure:
 
 
 def draw_differences(rows: pd.DataFrame) -> plt.Figure:
-    """A row for each training: left, ours minus theirs; right, PPG minus PPO. Colors tell whose, or whose PPG."""
-    rows = rows[~rows.game.isin(["dodgeball", "ninja"])]
-    one_level = rows.setting.str.startswith("one level")
-    labels = rows.game + ", " + rows.setting.str.removeprefix("one level, ") + ":  " + rows.steps + " steps"
-    places = {}
-    for title, names in {"All easy levels": labels[~one_level], "One easy level": labels[one_level]}.items():
-        places |= {label: -len(places) - k for k, label in enumerate([title, *names.unique()])}
-    colors = {"our": "ppg_detach", "authors'": "ppg", "CleanRL's": "cleanrl", "published": "PPO ("}
-    colors = {whose: COLORS[name] for whose, name in colors.items()}
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 8), layout="constrained", sharey=True)
-    same = rows.a.str[-3:] == rows.b.str[-3:]
-    sides = {"ours − theirs": rows[same & rows.a.str.startswith("our")], "PPG − PPO (open: published)": rows[~same]}
-    for ax, (title, part) in zip(axes, sides.items(), strict=True):
-        for label, group in part.groupby(labels):
-            for k, row in enumerate(group.itertuples()):
-                color = colors[(row.b if title == "ours − theirs" else row.a).split()[0]]
-                face = "white" if row.b == "published PPO" else color
-                ends = [[row.difference - row.low], [row.high - row.difference]]
-                y = places[label] + 0.23 * ((len(group) - 1) / 2 - k)
-                ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=3, lw=1, color=color, mfc=face)
-                runs = f"{row.runs_of_a} v {row.runs_of_b}"
-                place = {"transform": ax.get_yaxis_transform(), "ha": "right", "va": "center_baseline"}
-                ax.text(0.98, y, runs, fontsize=6, color=color, **place)
-        ax.axvline(0, color="black", lw=0.6)
-        ax.axvspan(-1, 1, color="#EEEEEE", zorder=0)
-        ax.set_title(title, fontsize="small")
-        ax.set_xlim(-9, 60)
-        ax.set_xscale("symlog", linthresh=1)
-        ax.minorticks_off()
-        ax.set_xticks(ticks := [-5, -1, -0.5, 0, 0.5, 1, 5], [f"{x:g}" for x in ticks])
-    axes[0].set_yticks(list(places.values()), list(places))
-    axes[0].set_ylim(0.4 - len(places), 0.6)
-
-    for label in axes[0].get_yticklabels():
-        label.set_weight("bold" if "easy" in label.get_text() else "normal")
-
-    fig.supxlabel("difference of returns, logarithmic beyond ±1", fontsize="medium")
-    handles = [plt.Line2D([], [], marker="o", ms=3, lw=1, color=color) for color in colors.values()]
-    handles[-1].set_markerfacecolor("white")
-    names = "our PPG", "the authors' PPG", "CleanRL's PPG", "published PPO"
-    fig.legend(handles, names, loc="outside upper center", ncols=4, frameon=False)
+    """Ours minus theirs: a panel for each game's levels, with its own linear axis, and a row for each comparison."""
+    rows = rows[rows.a.str.startswith("our") & (rows.a.str[-3:] == rows.b.str[-3:])]
+    rows = rows.sort_values(["setting", "b"], kind="stable")
+    colors = {"authors' PPG": COLORS["ppg"], "CleanRL's PPG": COLORS["cleanrl"], "published PPO": COLORS["PPO ("]}
+    levels = np.where(rows.setting.str.startswith("one level"), ", one level", ", all levels")
+    groups = list(rows.groupby(rows.game + levels, sort=False))
+    heights = [len(group) + 2 for _, group in groups]
+    size = WIDTH, 0.19 * sum(heights)
+    fig, axes = plt.subplots(len(groups), 1, figsize=size, height_ratios=heights, layout="constrained")
+    for ax, (title, group) in zip(axes, groups, strict=True):
+        for y, row in enumerate(group.itertuples()):
+            ends = [[row.difference - row.low], [row.high - row.difference]]
+            ax.errorbar(row.difference, y, xerr=ends, fmt="o", ms=4, lw=1.5, color=colors[row.b])
+            runs = f"{row.runs_of_a} v {row.runs_of_b}"
+            ax.text(1.01, y, runs, va="center", fontsize="small", transform=ax.get_yaxis_transform())
+        ax.axvline(0, color="black", lw=0.8)
+        ax.set_xlim(np.array([-1.05, 1.05]) * group[["low", "high"]].abs().max(axis=None))
+        names = group.setting.str.removeprefix("one level, ") + ":  " + group.steps + " steps"
+        ax.set_yticks(range(len(group)), names, fontsize="small")
+        ax.set_ylim(len(group) - 0.5, -0.5)
+        ax.set_title(title, loc="left", fontsize="medium", weight="bold")
+    axes[-1].set_xlabel("difference of returns")
+    handles = [plt.Line2D([], [], marker="o", ms=4, lw=1.5, color=color) for color in colors.values()]
+    names = "ours − the authors' PPG", "ours − CleanRL's PPG", "our PPO − published PPO"
+    fig.legend(handles, names, loc="outside upper center", ncols=3, frameon=False)
     return fig
 
 
