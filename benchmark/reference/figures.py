@@ -89,11 +89,12 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
             ax.text(1.01, y, runs, va="center", fontsize="small", transform=ax.get_yaxis_transform())
         ax.axvline(0, color="black", lw=0.8)
         ax.set_xlim(np.array([-1.05, 1.05]) * group[["low", "high"]].abs().max(axis=None))
-        names = group.setting.str.removeprefix("one level, ") + ":  " + group.steps + " steps"
+        names = group.setting.str.removeprefix("one level, ")
+        names = names.where(names.str.contains("PPO|two"), names + ", one network") + ":  " + group.steps
         ax.set_yticks(range(len(group)), names, fontsize="small")
         ax.set_ylim(len(group) - 0.5, -0.5)
         ax.set_title(title, loc="left", fontsize="medium", weight="bold")
-    axes[-1].set_xlabel("difference of returns")
+    axes[-1].set_xlabel("difference of returns in these steps")
     handles = [plt.Line2D([], [], marker="o", ms=4, lw=1.5, color=color) for color in colors.values()]
     names = "ours − the authors' PPG", "ours − CleanRL's PPG", "our PPO − published PPO"
     fig.legend(handles, names, loc="outside upper center", ncols=3, frameon=False)
