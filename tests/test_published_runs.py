@@ -1,5 +1,4 @@
-"""Our scripts against whole training runs of openai/phasic-policy-gradient and openai/baselines, which
-benchmark/reference/published_runs.py made: the real loop, network and games, the same first weights, levels, draws."""
+"""Our scripts against recordings of whole runs of the published code (benchmark/reference/published_runs.py)."""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,11 @@
-"""Four pictures:
+"""Five pictures:
 
     python -m benchmark.reference.figures
 
-benchmark/reference/figure2.png is Figure 2 of the PPG paper: 16 hard games, 100M steps. benchmark/results/page/n_pi.png
-has the mean score over these games for each N_pi, bigfish_seeds.png our runs on bigfish beside published ones,
-differences.png "ours minus theirs" of differences.csv, which tests/test_headlines.py computes from the runs.
+benchmark/reference/figure2.png is Figure 2 of the PPG paper: 16 hard games, 100M steps. The others are in
+benchmark/results/page: n_pi.png has the mean score over these games for each N_pi, bigfish_seeds.png our runs on
+bigfish beside published ones, one_level.png runs on one level, and differences.png "ours minus theirs" of
+differences.csv, which tests/test_headlines.py computes from the runs.
 """
 
 import matplotlib.pyplot as plt
@@ -12,6 +13,7 @@ import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.ticker import EngFormatter
+from scipy import stats
 
 from benchmark.report import COLORS, OTHER_COLORS, REFERENCE, WIDTH, draw_curves, load_references, load_runs, normalized
 
@@ -101,6 +103,34 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
     return fig
 
 
+def draw_one_level() -> plt.Figure:
+    """Mean return on level 0 of starpilot, with Student's 95 % interval of the mean over runs."""
+    rows = pd.concat(map(pd.read_csv, [RESULTS / "late" / "metrics.csv.gz", *RESULTS.glob("small/**/metrics.csv*")]))
+    rows["run"] = rows.run.fillna("e_auxiliary_2__1")  # starpilot_level_0, a run of its own
+    n_pi_4 = {
+        "ours, one network": ("e_auxiliary_2_", COLORS["ppg_detach"]),
+        "the authors', one network": ("authors_ppg_", COLORS["ppg"]),
+    }
+    n_pi_8 = {
+        "ours, one network": ("starpilot__ppg_detach_", COLORS["ppg_detach"]),
+        "ours, two networks": ("starpilot__ppg_procgen_", OTHER_COLORS[1]),
+        "the authors', two networks": ("authors_dual_starpilot_level", COLORS["PPG ("]),
+        "CleanRL's, one network": ("starpilot__cleanrl_ppg_", COLORS["cleanrl"]),
+    }
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained", sharey=True)
+    for ax, title, groups in zip(axes, ("N_π 4", "N_π 8"), (n_pi_4, n_pi_8), strict=True):
+        for name, (run, color) in groups.items():
+            part = rows[rows.run.str.fullmatch(run + r"_\d+")].groupby("global_step")["charts/mean_return_100"]
+            mean, half = part.mean(), part.sem() * stats.t.ppf(0.975, part.count() - 1)
+            ax.plot(mean, color=color, label=f"{name} ({part.count().max()} runs)")
+            ax.fill_between(mean.index, mean - half, mean + half, color=color, alpha=0.15, lw=0)
+        ax.set(title=title, xlabel="steps", xlim=(0, None))
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.legend(fontsize="small", loc="upper left")
+    axes[0].set_ylabel("mean return of 100 episodes")
+    return fig
+
+
 if __name__ == "__main__":
     curves = load_references(("ppg", "ppo"))
     figure2 = draw_curves(curves[curves.source == AUTHORS], "global_step", 100e6, "Environment steps")
@@ -109,3 +139,4 @@ if __name__ == "__main__":
     draw_bigfish(bigfish_blocks()).savefig(RESULTS / "page" / "bigfish_seeds.png", dpi=200)
     rows = pd.read_csv(RESULTS / "page" / "differences.csv")
     draw_differences(rows).savefig(RESULTS / "page" / "differences.png", dpi=200)
+    draw_one_level().savefig(RESULTS / "page" / "one_level.png", dpi=200)
