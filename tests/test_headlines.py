@@ -209,7 +209,7 @@ def test_n_pi():
     one_run = [setting for setting in count if count[setting].max() == 1]
     above, below = lowest[one_run].gt(default["max"], axis=0), highest[one_run].lt(default["min"], axis=0)
     assert above.ppg_n_pi_8.loc[32:288].all() and above.ppg_n_pi_16.loc[32:560].all()
-    assert below.loc[1520, ["ppg_n_pi_8", "ppg_n_pi_4"]].all() and below.ppg_n_pi_8.sum() == 45
+    assert below.loc[1520, ["ppg_n_pi_8", "ppg_n_pi_4", "ppg_n_pi_2"]].all() and below.ppg_n_pi_8.sum() == 45
     assert above.sum()[below.sum() == 0].to_dict() == {"ppg_n_pi_16": 65, "ppg_e_aux_9": 74} and above.shape == (95, 13)
 
 
