@@ -90,8 +90,7 @@ def test_a_reset_begins_new_episodes_but_not_twice(script):
 @pytest.fixture(scope="module", params=[ppg_procgen, ppo_procgen], ids=["ppg", "ppo"])
 def evaluated(request, tmp_path_factory):
     """A script, the folder of its run with evaluations; for each environment its first levels, and all played."""
-    script = request.param
-    levels = []
+    script, levels = request.param, []
 
     def make_envs(*args, original=script.make_envs):
         envs = original(*args)
