@@ -194,7 +194,7 @@ def test_every_late_beginning():
         assert cells[k - 1] == (f"{stands}, {len(ours)} v {len(ppo)}" if ours else "–"), (where, header[k])
     for game in ("bigfish", "starpilot", "fruitbot"):
         lead = np.mean(seeds("our PPO", game, 17, 31)) - np.mean(seeds("authors' PPG", game, 17, 31))
-        assert f"{lead / (evaluate.RANGES.r_max - evaluate.RANGES.r_min)[game, 'easy']:.3f}" in TEXT
+        assert f"| -{lead / (evaluate.RANGES.r_max - evaluate.RANGES.r_min)[game, 'easy']:.3f} |" in TEXT
 
 
 def test_n_pi():
