@@ -110,14 +110,16 @@ def draw_one_level() -> plt.Figure:
     n_pi_4 = {
         "ours, one network": ("e_auxiliary_2_", COLORS["ppg_detach"]),
         "the authors', one network": ("authors_ppg_", COLORS["ppg"]),
+        "our PPO": ("ppo_", COLORS["ppo"]),
     }
     n_pi_8 = {
         "ours, one network": ("starpilot__ppg_detach_", COLORS["ppg_detach"]),
         "ours, two networks": ("starpilot__ppg_procgen_", OTHER_COLORS[1]),
         "the authors', two networks": ("authors_dual_starpilot_level", COLORS["PPG ("]),
         "CleanRL's, one network": ("starpilot__cleanrl_ppg_", COLORS["cleanrl"]),
+        "our PPO": ("starpilot__ppo_procgen_", COLORS["ppo"]),
     }
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.2), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.6), layout="constrained", sharey=True)
     for ax, title, groups in zip(axes, ("N_π 4", "N_π 8"), (n_pi_4, n_pi_8), strict=True):
         for name, (run, color) in groups.items():
             part = rows[rows.run.str.fullmatch(run + r"_\d+")].groupby("global_step")["charts/mean_return_100"]
