@@ -186,8 +186,7 @@ def test_normalized_initialization(arch, num_encoders):
         scale = 0.1 if "head" in name else 1.4 if "dense" in name else 0.639 if "conv" in name else 1.0
         torch.testing.assert_close(weight.flatten(1).norm(dim=1), torch.full((len(weight),), scale), atol=1e-3, rtol=0)
     assert all((x == 0).all() for name, x in params.items() if name.endswith("bias"))
-    assert len(weights) == num_encoders * 16 + 3
-    # 626,256 parameters for a network with its policy and value head
+    assert len(weights) == num_encoders * 16 + 3  # a network with its policy and value head has 626,256 parameters
     assert sum(x.numel() for x in params.values()) == num_encoders * (626_256 - 16 * 257) + 17 * 257
 
 

@@ -90,16 +90,17 @@ def test_what_is_known():
         x, y = (seeds(f"{name}, {row.setting}", row.game, *STEPS[row.steps]) for name in (row.a, row.b))
         cell = f"{row.difference:+.2f} [{row.low:+.2f}, {row.high:+.2f}]"
         assert (cell, len(x), len(y)) == (verdict(x, y), row.runs_of_a, row.runs_of_b)
-        known[row.game, row.setting, f"{len(x)}, {len(y)}", row.steps, row.a, row.b] = cell
+        known[row.game, row.setting, f"{len(x)}, {len(y)}", row.steps, f"{np.mean(y):.2f}", row.a, row.b] = cell
         if row.steps == "0.3–0.5M" and row.b == "our PPO":
             assert early[f"{row.game}, {len(x)} v {len(y)}"][row.a != "our PPG"] == cell
-    cells = [x for name, x in known.items() if name[4:] == ("our PPG", "CleanRL's PPG")]  # by game, networks, window
+    both = [(n[4], x) for n, x in known.items() if n[5:] == ("our PPG", "CleanRL's PPG")]
+    means, cells = map(list, zip(*both, strict=True))  # by game, networks, window
     assert [row[1:] for row in table("ours -", PAGE)[1:]] == [cells[3 * n + k :: 6] for k in range(3) for n in (0, 1)]
-    assert [row[1:] for row in table("ours - Clean")[1:]] == [cells[:3], cells[3:6]]  # starpilot
-    theirs = [[n[2], x] for n, x in known.items() if n[4:] == ("our PPG", "authors' PPG")]
-    for group, counts in ([x for _, x in theirs], [1, 7, 10]), (cells, [5, 16, 18]):  # exclude 0; are below it; all
+    assert [row[1:] for row in table("ours - Clean")[1:]] == [means[:3], cells[:3], cells[3:6]]  # starpilot
+    theirs = [[n[2], n[4], x] for n, x in known.items() if n[5:] == ("our PPG", "authors' PPG")]
+    for group, counts in ([x[2] for x in theirs], [1, 7, 10]), (cells, [5, 16, 18]):  # exclude 0; are below it; all
         assert [sum(", -" in x for x in group), sum(x[0] == "-" for x in group), len(group)] == counts
-    rows = [[*theirs[k], theirs[k + 1][1], theirs[k + 2][1]] for k in (-6, -3)]  # on one level
+    rows = [[theirs[k][0], *(f"{x} of {mean}" for _, mean, x in theirs[k : k + 3])] for k in (4, 7)]  # on one level
     assert [[row[1], *row[3:]] for row in table("training | runs")[1:]] == rows
     runs = [readmes_run(*when) for when in ((1, 32), (33, 64), (49, 64), (64, 64))]
     known = {*known.values(), *(verdict(x, y) for each in runs for x, y in itertools.permutations(each, 2))}
