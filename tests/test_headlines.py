@@ -112,10 +112,10 @@ def test_what_is_known():
         assert cells == [", ".join(str(len(x)) for x in values), *differences], when
         known.update(differences)
         assert drawn.loc[16_384 * int(when.split("–")[1])].tolist() == pytest.approx([sum(x) for x in values], abs=0.01)
-    names = "{}__ppg_procgen__", "{}__ppg_detach__", "authors_dual_{}_level_"
+    names = "{}__ppg_procgen__", "{}__ppg_detach__", "authors_dual_{}_level_", "{}__ppg_recipe__"
     batches = r"\d+", "(1[1-9]|20)", r"(\d|10)"  # all, the new ten, the first
     pairs = [(name + batch, "{}__cleanrl_ppg__" + batch) for batch in batches for name in names]
-    pairs += [("{}__ppg_recipe__" + batches[1], name + batches[1]) for name in (names[1], "{}__cleanrl_ppg__")]
+    pairs += [(names[3] + batch, names[1] + batch) for batch in batches]
     pairs += [("e_auxiliary_2__" + batch, "authors_ppg__" + batch) for batch in ("[1-6]", r"([7-9]|1\d)")]
     for label, *row in table("iterations | CleanRL's", PAGE)[1:]:
         when = [int(x) for x in re.findall(r"\d+", label)]
