@@ -104,7 +104,7 @@ def draw_differences(rows: pd.DataFrame) -> plt.Figure:
 
 
 def draw_one_level() -> plt.Figure:
-    """Mean return on level 0 of starpilot, with Student's 95 % interval of the mean over runs."""
+    """Mean return on level 0 of starpilot: with Student's 95 % interval of the mean over runs, or, of PPO, each run."""
     rows = pd.concat(map(pd.read_csv, [RESULTS / "late" / "metrics.csv.gz", *RESULTS.glob("small/**/metrics.csv*")]))
     rows["run"] = rows.run.fillna("e_auxiliary_2__1")  # starpilot_level_0, a run of its own
     n_pi_4 = {
@@ -122,11 +122,17 @@ def draw_one_level() -> plt.Figure:
     fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.6), layout="constrained", sharey=True)
     for ax, title, groups in zip(axes, ("N_π 4", "N_π 8"), (n_pi_4, n_pi_8), strict=True):
         for name, (run, color) in groups.items():
-            part = rows[rows.run.str.fullmatch(run + r"_\d+")].groupby("global_step")["charts/mean_return_100"]
-            mean, half = part.mean(), part.sem() * stats.t.ppf(0.975, part.count() - 1)
-            ax.plot(mean, color=color, label=f"{name} ({part.count().max()} runs)")
-            ax.fill_between(mean.index, mean - half, mean + half, color=color, alpha=0.15, lw=0)
-        ax.set(title=title, xlabel="steps", xlim=(0, None))
+            part = rows[rows.run.str.fullmatch(run + r"_\d+")]
+            curves = part.pivot(index="global_step", columns="run", values="charts/mean_return_100")
+            mean, count = curves.mean(axis=1), curves.shape[1]
+            half = curves.sem(axis=1) * stats.t.ppf(0.975, count - 1)
+            ax.plot(mean, color=color, label=f"{name} ({count} runs)")
+            if name == "our PPO":  # few
+                ax.plot(curves, color=color, alpha=0.4, lw=0.7)
+            else:
+                ax.fill_between(mean.index, mean - half, mean + half, color=color, alpha=0.15, lw=0)
+        ax.axvline(curves.index[-1] / 2, color="grey", ls=":")
+        ax.set(title=title, xlabel="steps", xlim=(0, None), ylim=(0, None))
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.legend(fontsize="small", loc="upper left")
     axes[0].set_ylabel("mean return of 100 episodes")
