@@ -132,7 +132,7 @@ def draw_one_level() -> plt.Figure:
             else:
                 ax.fill_between(mean.index, mean - half, mean + half, color=color, alpha=0.15, lw=0)
         ax.axvline(curves.index[-1] / 2, color="grey", ls=":")
-        ax.set(title=title, xlabel="steps", xlim=(0, None), ylim=(0, None))
+        ax.set(title=title, xlabel="steps", xlim=(0, None), ylim=(0, 14))
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
         ax.legend(fontsize="small", loc="upper left")
     axes[0].set_ylabel("mean return of 100 episodes")
