@@ -17,8 +17,7 @@ import ppg_procgen
 import ppo_procgen
 
 FLAGS = TINY_PPG | {"total_timesteps": 4 * 2 * 4 * 16}  # 4 iterations of 2 ranks x 4 x 16, two phases
-# 2 ranks x 2 games x 8 steps, two phases; a rank's minibatches have 8 samples, the 2 auxiliary ones 2 rollouts
-SMALL = {"num_envs": 2, "num_steps": 8, "total_timesteps": 4 * 32}
+SMALL = {"num_envs": 2, "num_steps": 8, "total_timesteps": 4 * 32}  # a rank's minibatch: 8 samples, or 2 rollouts
 VARIANTS = {
     "dual": (ppg_procgen, TINY_PPG | SMALL, 4 * 2 + 2 * 2),
     "detach": (ppg_procgen, TINY_PPG | SMALL | {"arch": "detach", "e_value": 2}, 4 * 2 * 3 + 2 * 2),

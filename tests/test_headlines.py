@@ -115,6 +115,7 @@ def test_what_is_known():
     names = "{}__ppg_procgen__", "{}__ppg_detach__", "authors_dual_{}_level_", "{}__ppg_recipe__"
     batches = r"\d+", "(1[1-9]|20)", r"(\d|10)"  # all, the new ten, the first
     pairs = [(name + batch, "{}__cleanrl_ppg__" + batch) for batch in batches for name in names]
+    pairs += [(names[1] + batches[0], r"{}__cleanrl_ppg__([6-9]|1\d|20)")]  # without those on another CPU
     pairs += [(names[3] + batch, names[1] + batch) for batch in batches]
     pairs += [("e_auxiliary_2__" + batch, "authors_ppg__" + batch) for batch in ("[1-6]", r"([7-9]|1\d)")]
     for label, *row in table("iterations | CleanRL's", PAGE)[1:]:
