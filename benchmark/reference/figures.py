@@ -119,7 +119,7 @@ def draw_one_level() -> plt.Figure:
         "CleanRL's, one network": ("starpilot__cleanrl_ppg_", COLORS["cleanrl"]),
         "our PPO": ("starpilot__ppo_procgen_", COLORS["ppo"]),
     }
-    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 3.6), layout="constrained", sharey=True)
+    fig, axes = plt.subplots(1, 2, figsize=(WIDTH, 4.6), layout="constrained", sharey=True)
     for ax, title, groups in zip(axes, ("N_π 4", "N_π 8"), (n_pi_4, n_pi_8), strict=True):
         for name, (run, color) in groups.items():
             part = rows[rows.run.str.fullmatch(run + r"_\d+")]
@@ -132,9 +132,11 @@ def draw_one_level() -> plt.Figure:
             else:
                 ax.fill_between(mean.index, mean - half, mean + half, color=color, alpha=0.15, lw=0)
         ax.axvline(curves.index[-1] / 2, color="grey", ls=":")
-        ax.set(title=title, xlabel="steps", xlim=(0, None), ylim=(0, 14))
+        ax.set(xlabel="steps", xlim=(0, None), ylim=(0, 11))
         ax.xaxis.set_major_formatter(EngFormatter(sep=""))
-        ax.legend(fontsize="small", loc="upper left")
+        ax.legend(
+            title=title, loc="lower left", bbox_to_anchor=(0, 1), alignment="left", fontsize="small", frameon=False
+        )
     axes[0].set_ylabel("mean return of 100 episodes")
     return fig
 
