@@ -207,10 +207,10 @@ def test_n_pi():
         spans = scores.loc[setting.replace("π", "pi").lower()].loc[blocks]
         assert cells == ["–".join(f"{x:.3f}" for x in sorted({x.min, x.max})) for x in spans.itertuples()]
         assert set(spans["count"]) == {6 if "six runs" in name else 3 if "three runs" in name else 1}
-    default = scores.loc["ppg_n_pi_32"]
     lowest, highest, count = (scores[x].unstack(0) for x in ("min", "max", "count"))
     one_run = [setting for setting in count if count[setting].max() == 1]
-    above, below = lowest[one_run].gt(default["max"], axis=0), highest[one_run].lt(default["min"], axis=0)
+    assert highest.ppg_e_pi_3[32] < lowest.ppo[32]
+    above, below = lowest[one_run].gt(highest.ppg_n_pi_32, axis=0), highest[one_run].lt(lowest.ppg_n_pi_32, axis=0)
     assert above.ppg_n_pi_8.loc[32:288].all() and above.ppg_n_pi_16.loc[32:560].all()
     assert below.loc[1520, ["ppg_n_pi_8", "ppg_n_pi_4", "ppg_n_pi_2"]].all() and below.ppg_n_pi_8.sum() == 45
     assert above.sum()[below.sum() == 0].to_dict() == {"ppg_n_pi_16": 65, "ppg_e_aux_9": 74} and above.shape == (95, 13)
